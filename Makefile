@@ -1,0 +1,32 @@
+# `make train` runs the main job on the CPU, `make test` everything that CI runs. Both make .venv first if it is missing.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+export PYTHONHASHSEED ?= 0
+
+.PHONY: train test lint format clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	$(VENV)/bin/python -m pip check
+	touch $@
+
+train: $(STAMP)
+	$(VENV)/bin/harts train recipes/tiny_grpo.yaml
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+test: lint
+	$(VENV)/bin/python -m pytest
+
+format: $(STAMP)
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) outputs

@@ -1,0 +1,13 @@
+"""Errors and warnings that the package raises on bad input."""
+
+
+class UnsupportedModelError(ValueError):
+    """A model, setting or library version that tree training would compute wrongly; the message names it."""
+
+
+class RolloutFileError(ValueError):
+    """A rollout file that cannot be read; the message names the file and the line."""
+
+
+class HartsWarning(UserWarning):
+    """Something legal that costs sharing, memory or speed; never a wrong result."""
