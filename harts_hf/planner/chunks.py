@@ -6,6 +6,7 @@ chunk gives each child a node of its own, and the rows before the branch are *re
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -116,7 +117,7 @@ def _levels(parent: IntArray, chunk_index: IntArray) -> IntArray:
         return level
     order = np.argsort(chunk_index, kind="stable")
     bounds = np.searchsorted(chunk_index[order], np.arange(chunk_index.max() + 2))
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds):
         nodes = order[start:stop]
         inner = nodes[parent[nodes] >= 0]
         level[inner] = level[parent[inner]] + 1

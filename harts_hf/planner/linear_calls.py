@@ -1,0 +1,98 @@
+"""The fewest sequential calls of the linear rule on a tree, and the chains that attain it (NumPy only).
+
+A call runs many disjoint downward chains of chunk nodes at once; a chain starts with no state or with a state that an
+earlier call left. Proofs are in docs/planner.md.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from harts_hf.planner.chunks import CHUNK_SIZE, build_chunk_tree
+from harts_hf.tree import IntArray, RolloutTree
+
+TAPS = ("anywhere", "ends")
+
+
+def min_linear_calls(tree: RolloutTree, chunk_size: int = CHUNK_SIZE, taps: str = "anywhere") -> int:
+    """Fewest sequential calls that run every chunk node of ``tree`` once.
+
+    Args:
+        tree: a rollout tree of any number of roots.
+        chunk_size: C, tokens in a chunk.
+        taps: where a call can leave a state for later ones: "anywhere" (at every chunk boundary inside its chains)
+            or "ends" (at the ends of its chains only).
+
+    Raises:
+        ValueError: an unknown ``taps``.
+
+    Complexity: linear in the rows of the tree.
+    """
+    return decompose_chains(build_chunk_tree(tree.parent, tree.depth, chunk_size).parent, taps=taps).num_calls
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ChainDecomposition:
+    """Chunk nodes as chains, each run by one call.
+
+    Attributes:
+        call: ``[M]`` the call, from 0, that runs each node.
+        head: ``[M]`` the first node of each node's chain; a chain runs down from its head.
+        num_calls: number of calls.
+    """
+
+    call: IntArray
+    head: IntArray
+    num_calls: int
+
+
+def decompose_chains(parent: IntArray, *, taps: str = "anywhere") -> ChainDecomposition:
+    """Chains that need the fewest calls.
+
+    Args:
+        parent: ``[M]`` the chunk node above each, below the node's own number; -1 at a root.
+        taps: see :func:`min_linear_calls`.
+
+    Complexity: O(M), one Python step per node.
+    """
+    if taps not in TAPS:
+        raise ValueError(f"expected taps to be one of {', '.join(TAPS)}, got {taps!r}")
+    above: list[int] = parent.tolist()
+    num_nodes = len(above)
+    rank, heavy = _ranks(above, taps)
+    call = [0] * num_nodes
+    head = list(range(num_nodes))
+    for node, node_above in enumerate(above):
+        if node_above < 0:
+            continue
+        if heavy[node_above] == node:
+            call[node], head[node] = call[node_above], head[node_above]
+        else:
+            call[node] = call[node_above] + 1
+    return ChainDecomposition(
+        call=np.asarray(call, np.int64),
+        head=np.asarray(head, np.int64),
+        num_calls=max((rank[node] for node in range(num_nodes) if above[node] < 0), default=0),
+    )
+
+
+def _ranks(above: list[int], taps: str) -> tuple[list[int], list[int]]:
+    """``rank``: calls that a node's subtree needs; ``heavy``: the child that goes on in the node's call, or -1."""
+    num_nodes = len(above)
+    first, second, children = [0] * num_nodes, [0] * num_nodes, [0] * num_nodes
+    heavy, rank = [-1] * num_nodes, [1] * num_nodes
+    for node in range(num_nodes - 1, -1, -1):
+        if children[node] == 1 or (children[node] > 1 and taps == "anywhere"):
+            rank[node] = max(first[node], second[node] + 1)
+        elif children[node] > 1:
+            rank[node], heavy[node] = first[node] + 1, -1
+        up = above[node]
+        if up < 0:
+            continue
+        children[up] += 1
+        # Nodes come from high to low numbers; ">=" keeps the lowest number among equals.
+        if rank[node] >= first[up]:
+            first[up], second[up], heavy[up] = rank[node], first[up], node
+        else:
+            second[up] = max(second[up], rank[node])
+    return rank, heavy
