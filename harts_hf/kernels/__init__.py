@@ -1,0 +1,1 @@
+"""One folder per operation: ``api.py`` validates and dispatches, the backends beside it are private."""

@@ -1,0 +1,73 @@
+"""Gather whose backward goes round by round: round k adds the k-th place of every row, so no two adds meet."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from harts_hf.batch import GatherIndex
+from harts_hf.kernels.checks import wide_dtype
+
+# Below this many rows a round costs more in calls than its additions do one after another.
+_SMALL_ROUND = 32
+
+
+def gather_rows(x: torch.Tensor, table: GatherIndex) -> torch.Tensor:
+    """See :func:`harts_hf.kernels.gather.api.gather_rows`."""
+    return _GatherRows.apply(x, table)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, table: GatherIndex) -> torch.Tensor:
+        ctx.table, ctx.dtype = table, x.dtype
+        return take_rows(x, table.index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return sum_places(grad, ctx.table).to(ctx.dtype), None
+
+
+def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``x[index]`` along the first dimension, zeros where the index is -1."""
+    if x.shape[0] == 0:
+        return x.new_zeros(len(index), *x.shape[1:])
+    rows = x.index_select(0, index.clamp_min(0))
+    missing = (index < 0).nonzero().squeeze(1)
+    return rows.index_fill_(0, missing, 0) if len(missing) else rows
+
+
+def sum_places(grad: torch.Tensor, table: GatherIndex) -> torch.Tensor:
+    """``[R, ...]`` in float32 or wider: for each row the sum of ``grad`` over its places, in ascending order."""
+    total = grad.new_zeros(table.num_rows, *grad.shape[1:], dtype=wide_dtype(grad))
+    for is_first, rows, places in rounds(table):
+        part = grad.index_select(0, places).to(total.dtype)
+        if is_first:
+            total[rows] = part
+        elif len(rows) >= _SMALL_ROUND:
+            total[rows] = total.index_select(0, rows) + part
+        else:
+            total.index_add_(0, rows, part)  # one add after another on the CPU, in the order of the places
+    return total
+
+
+def rounds(table: GatherIndex) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
+    """Splits a table into rounds ``(is_first, rows, places)``, none of which names a row twice, but for the last.
+
+    The last round collects what is left when few rows have places left; there a row's places follow one another in
+    ascending order.
+    """
+    counts = table.ptr.diff()
+    rows = counts.nonzero().squeeze(1)
+    turn = 0
+    while len(rows) and (turn == 0 or len(rows) >= _SMALL_ROUND):
+        yield turn == 0, rows, table.places[table.ptr[rows] + turn]
+        turn += 1
+        rows = rows[counts[rows] > turn]
+    if len(rows):
+        left = counts[rows] - turn
+        starts = (table.ptr[rows] + turn).repeat_interleave(left)
+        steps = torch.arange(len(starts), device=left.device) - (left.cumsum(0) - left).repeat_interleave(left)
+        yield False, rows.repeat_interleave(left), table.places[starts + steps]

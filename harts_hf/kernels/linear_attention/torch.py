@@ -1,0 +1,89 @@
+"""The chunkwise rules in PyTorch, all nodes at once but for the state recurrence."""
+
+from collections.abc import Callable
+
+import torch
+
+from harts_hf.batch import LinearTables
+from harts_hf.kernels.checks import wide_dtype
+from harts_hf.kernels.gather.torch import gather_rows
+from harts_hf.kernels.linear_attention.chunk import ChunkParts
+from harts_hf.kernels.linear_attention.gated import gated_chunks
+from harts_hf.kernels.linear_attention.kimi import kimi_chunks
+from harts_hf.kernels.linear_attention.order import LevelOrder
+from harts_hf.kernels.linear_attention.scan import ChunkScan
+
+_EPSILON = 1e-6
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    tables: LinearTables,
+    *,
+    initial_states: torch.Tensor,
+    export_nodes: torch.Tensor,
+    scale: float,
+    use_qk_l2norm: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`harts_hf.kernels.linear_attention.api.tree_gated_delta_rule`."""
+    dtype = wide_dtype(q, k, v, g, beta, initial_states)
+    queries, keys = q.to(dtype), k.to(dtype)
+    if use_qk_l2norm:  # as Transformers' GDN modules write it
+        queries, keys = (x * torch.rsqrt(_square_sum(x) + _EPSILON) for x in (queries, keys))
+    rows = (queries * scale, keys, v.to(dtype), g.to(dtype), beta.to(dtype))
+    return _run(gated_chunks, rows, tables, initial_states.to(dtype), export_nodes, q.dtype)
+
+
+def kimi_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    tables: LinearTables,
+    *,
+    initial_states: torch.Tensor,
+    export_nodes: torch.Tensor,
+    scale: float,
+    use_qk_l2norm: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`harts_hf.kernels.linear_attention.api.tree_kimi_delta_rule`."""
+    dtype = wide_dtype(q, k, v, g, beta, initial_states)
+    queries, keys = q.to(dtype), k.to(dtype)
+    if use_qk_l2norm:  # as Transformers' KDA modules write it
+        queries, keys = (x / torch.sqrt(_square_sum(x) + _EPSILON) for x in (queries, keys))
+    rows = (queries * scale, keys, v.to(dtype), g.to(dtype), beta.to(dtype))
+    return _run(kimi_chunks, rows, tables, initial_states.to(dtype), export_nodes, q.dtype)
+
+
+def _square_sum(x: torch.Tensor) -> torch.Tensor:
+    return (x * x).sum(dim=-1, keepdim=True)
+
+
+def _run(
+    chunks: Callable[..., ChunkParts],
+    rows: tuple[torch.Tensor, ...],
+    tables: LinearTables,
+    initial_states: torch.Tensor,
+    export_nodes: torch.Tensor,
+    output_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows ``[E + N, heads, ...]`` in the wide dtype -> output rows and exported states."""
+    order = LevelOrder.build(tables, export_nodes)
+    if len(order.initial) and int(order.initial.max()) >= len(initial_states):
+        raise ValueError(
+            f"expected initial_states for {int(order.initial.max()) + 1} boundary states, got {len(initial_states)}"
+        )
+    parts = chunks(*(_chunked(gather_rows(x, order.gather), order) for x in rows))
+    contiguous = (part.contiguous() for part in parts)
+    output, states = ChunkScan.apply(*contiguous, initial_states, order)
+    return output.to(output_dtype), states
+
+
+def _chunked(places: torch.Tensor, order: LevelOrder) -> torch.Tensor:
+    """``[M * C, heads, ...]`` -> ``[M, heads, C, ...]`` contiguous."""
+    return places.unflatten(0, (order.num_nodes, order.chunk_size)).transpose(1, 2).contiguous()

@@ -1,0 +1,100 @@
+"""Log-probabilities and entropies of labels without all logits at once."""
+
+import torch
+
+from harts_hf.kernels.checks import check_floating, check_same_device, check_shape, choose_backend
+from harts_hf.kernels.logprobs import reference
+from harts_hf.kernels.logprobs import torch as torch_backend
+
+# Plain PyTorch is what runs on a GPU too: the time is in the matrix products.
+_BY_DEVICE = {"cpu": "torch", "cuda": "torch"}
+
+
+def token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    return_entropy: bool = False,
+    max_chunk_elements: int = 2**26,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``log softmax(z)[labels[p]]`` with ``z = cap(logit_scale * (hidden[rows[p]] @ weight.T + bias)) / temperature``
+    and ``cap(y) = softcap * tanh(y / softcap)``, and the entropy of that distribution.
+
+    A row may have several labels (a branching row predicts the first token of each branch); its logits are computed
+    once. The matrix product runs in the dtype of ``hidden`` (the autocast dtype under autocast) and everything after
+    it, gradient sums included, in float32 or wider. The backward computes the logits again, a chunk of rows at a time,
+    and pays for the entropy's gradient only if one arrives. It is deterministic.
+
+    Args:
+        hidden: ``[R, D]``.
+        weight: ``[V, D]``.
+        bias: ``[V]`` or None.
+        rows: ``[P]`` int64, ascending.
+        labels: ``[P]`` int64 in ``[0, V)``.
+        temperature: more than 0.
+        logit_scale: factor of the logits.
+        softcap: bound of the logits, None for no bound.
+        return_entropy: whether to compute entropies.
+        max_chunk_elements: most logits that are alive at once (at least one row of them is).
+        backend: "torch" or "reference"; None chooses by device.
+
+    Returns:
+        ``logp`` ``[P]`` and ``entropy`` ``[P]`` (None unless asked for), float32 or wider. With ``P = 0`` both stay
+        connected to ``hidden`` and ``weight``: the backward gives them zero gradients.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, values or backend other than stated.
+    """
+    check_floating(hidden=hidden, weight=weight)
+    check_shape("hidden", hidden, ("R", "D"))
+    check_shape("weight", weight, ("V", hidden.shape[1]))
+    check_shape("rows", rows, ("P",))
+    check_shape("labels", labels, (len(rows),))
+    if bias is not None:
+        check_floating(bias=bias)
+        check_shape("bias", bias, (weight.shape[0],))
+    for name, value in (("rows", rows), ("labels", labels)):
+        if value.dtype != torch.int64:
+            raise ValueError(f"expected {name} to be int64, got {value.dtype}")
+    for name, number in (
+        ("temperature", temperature),
+        ("softcap", softcap),
+        ("max_chunk_elements", max_chunk_elements),
+    ):
+        if number is not None and not number > 0:
+            raise ValueError(f"expected {name} to be more than 0, got {number}")
+    check_same_device(hidden=hidden, weight=weight, bias=bias, rows=rows, labels=labels)
+    if hidden.device.type == "cpu":  # on a GPU reading values back would stall it; indexing fails there by itself
+        _check_values(rows, labels, num_rows=hidden.shape[0], vocabulary=weight.shape[0])
+    chosen = choose_backend("token_logprobs", backend, hidden.device, by_device=_BY_DEVICE)
+    run = reference.token_logprobs if chosen == "reference" else torch_backend.token_logprobs
+    logp, entropy = run(
+        hidden,
+        weight,
+        bias,
+        rows,
+        labels,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        return_entropy=return_entropy,
+        max_chunk_elements=max_chunk_elements,
+    )
+    return logp, entropy
+
+
+def _check_values(rows: torch.Tensor, labels: torch.Tensor, *, num_rows: int, vocabulary: int) -> None:
+    if not len(rows):
+        return
+    if (rows.diff() < 0).any() or rows[0] < 0 or rows[-1] >= num_rows:
+        raise ValueError(f"expected rows ascending in [0, {num_rows}), got {rows.tolist()[:10]}...")
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= vocabulary:
+        raise ValueError(f"expected labels in [0, {vocabulary}), got {low} to {high}")

@@ -1,0 +1,175 @@
+"""Log-probabilities a chunk of rows at a time; the backward computes each chunk's logits again.
+
+The contract (temperature, softcap, float32 sums, an entropy gradient that is paid for only if it arrives) is that of
+TRL's ``trl/kernels/chunked_logprob.py``; there each row has one label.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from harts_hf.kernels.checks import wide_dtype
+
+
+@dataclass(frozen=True)
+class _Head:
+    """From hidden rows to ``z``, whose softmax is the distribution."""
+
+    compute_dtype: torch.dtype
+    wide: torch.dtype
+    temperature: float
+    logit_scale: float
+    softcap: float | None
+
+    def product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``[n, D]``, ``[V, D]`` -> scaled logits ``[n, V]`` before the cap, in the wide dtype."""
+        logits = hidden.to(self.compute_dtype) @ weight.T
+        if bias is not None:
+            logits += bias.to(self.compute_dtype)
+        return logits.to(self.wide).mul_(self.logit_scale)
+
+    def cap_(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``z`` (in place of ``y``) and the ``tanh`` that its gradient needs."""
+        if self.softcap is None:
+            return y.div_(self.temperature), None
+        tanh = y.div_(self.softcap).tanh_()
+        return tanh * (self.softcap / self.temperature), tanh
+
+    def cap_backward_(self, grad: torch.Tensor, tanh: torch.Tensor | None) -> torch.Tensor:
+        """Gradient of the logits (in place of ``grad``) from that of ``z``."""
+        grad.mul_(self.logit_scale / self.temperature)
+        return grad if tanh is None else grad.mul_(1 - tanh * tanh)
+
+
+def token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    temperature: float,
+    logit_scale: float,
+    softcap: float | None,
+    return_entropy: bool,
+    max_chunk_elements: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See :func:`harts_hf.kernels.logprobs.api.token_logprobs`."""
+    device = hidden.device.type
+    compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    head = _Head(compute_dtype, wide_dtype(hidden), temperature, logit_scale, softcap)
+    chunk_rows = max(1, max_chunk_elements // weight.shape[0])
+    with torch.autocast(device, enabled=False):
+        return _TokenLogprobs.apply(hidden, weight, bias, rows, labels, head, chunk_rows, return_entropy)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    rows: torch.Tensor  # [n] unique hidden rows
+    labels: slice  # their labels, a range of the P ones
+    row_of_label: torch.Tensor  # [labels] place in `rows`
+
+
+def _chunks(rows: torch.Tensor, chunk_rows: int) -> Iterator[_Chunk]:
+    unique, inverse, counts = torch.unique_consecutive(rows, return_inverse=True, return_counts=True)
+    stops = counts.cumsum(0).tolist()
+    for start in range(0, len(unique), chunk_rows):
+        stop = min(start + chunk_rows, len(unique))
+        labels = slice(stops[start - 1] if start else 0, stops[stop - 1])
+        yield _Chunk(unique[start:stop], labels, inverse[labels] - start)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: torch.Tensor,
+        labels: torch.Tensor,
+        head: _Head,
+        chunk_rows: int,
+        return_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.set_materialize_grads(False)
+        logp = hidden.new_empty(len(rows), dtype=head.wide)
+        entropy = torch.empty_like(logp) if return_entropy else None
+        used_weight = weight.to(head.compute_dtype)
+        for chunk in _chunks(rows, chunk_rows):
+            z, _ = head.cap_(head.product(hidden.index_select(0, chunk.rows), used_weight, bias))
+            log_total = z.logsumexp(dim=1)
+            place = chunk.row_of_label
+            logp[chunk.labels] = z[place, labels[chunk.labels]] - log_total[place]
+            if entropy is not None:
+                log_p = z.sub_(log_total[:, None])
+                entropy[chunk.labels] = -(log_p.exp() * log_p).sum(dim=1)[place]
+        ctx.save_for_backward(hidden, weight, bias, rows, labels)
+        ctx.head, ctx.chunk_rows = head, chunk_rows
+        return logp, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logp: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, rows, labels = ctx.saved_tensors
+        head, wide = ctx.head, ctx.head.wide
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # Each row is in one chunk; weight and bias are summed over chunks in the wide dtype and rounded once.
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
+        used_weight = weight.to(head.compute_dtype)
+        wide_weight = (
+            used_weight.to(wide) if needs_hidden and (grad_logp is not None or grad_entropy is not None) else None
+        )
+        for chunk in _chunks(rows, ctx.chunk_rows) if grad_logp is not None or grad_entropy is not None else ():
+            chunk_hidden = hidden.index_select(0, chunk.rows)
+            z, tanh = head.cap_(head.product(chunk_hidden, used_weight, bias))
+            grad = _logits_gradient(z, chunk, labels, grad_logp, grad_entropy)
+            # Rounded to the dtype of the product, as autograd would, but multiplied and summed in the wide one.
+            grad = head.cap_backward_(grad, tanh).to(head.compute_dtype).to(wide)
+            if grad_hidden is not None:
+                grad_hidden[chunk.rows] = (grad @ wide_weight).to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.T, chunk_hidden.to(head.compute_dtype).to(wide))
+            if grad_bias is not None:
+                grad_bias += grad.sum(dim=0)
+        return (
+            grad_hidden,
+            grad_weight.to(weight.dtype) if grad_weight is not None else None,
+            grad_bias.to(bias.dtype) if grad_bias is not None else None,
+            *(None,) * 5,
+        )
+
+
+def _logits_gradient(
+    z: torch.Tensor,
+    chunk: _Chunk,
+    labels: torch.Tensor,
+    grad_logp: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    """Gradient ``[n, V]`` of ``z``: ``sum_l g_l (1[label_l] - p)``; for entropies ``-sum_l g_l p (log p + H)``."""
+    log_p = torch.log_softmax(z, dim=1)
+    p = log_p.exp()
+    grad = torch.zeros_like(p)
+    if grad_entropy is not None:
+        total = _sum_by_row(grad_entropy[chunk.labels].to(z.dtype), chunk)
+        entropy = -(p * log_p).sum(dim=1, keepdim=True)
+        grad.sub_(total * p * (log_p + entropy))
+    if grad_logp is not None:
+        upstream = grad_logp[chunk.labels].to(z.dtype)
+        grad.sub_(_sum_by_row(upstream, chunk) * p)
+        grad.index_put_((chunk.row_of_label, labels[chunk.labels]), upstream, accumulate=True)
+    return grad
+
+
+def _sum_by_row(values: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
+    """``[n, 1]`` sums over the labels of each row, in their order."""
+    counts = torch.bincount(chunk.row_of_label, minlength=len(chunk.rows))
+    return torch.segment_reduce(values, "sum", lengths=counts)[:, None]
