@@ -5,7 +5,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 
-def choose_backend(op: str, backend: str | None, device: torch.device, *, by_device: Mapping[str, str | None]) -> str:
+def choose_backend(
+    op: str,
+    backend: str | None,
+    device: torch.device,
+    *,
+    by_device: Mapping[str, str | None],
+    others: Sequence[str] = (),
+) -> str:
     """The backend to run.
 
     Args:
@@ -13,11 +20,12 @@ def choose_backend(op: str, backend: str | None, device: torch.device, *, by_dev
         backend: what the caller asked for, None to choose by device.
         device: where the tensors are.
         by_device: the default backend by device type; "reference" is valid everywhere.
+        others: backends that are no device's default.
 
     Raises:
         ValueError: an unknown backend (the message lists the valid ones), or no default for this device.
     """
-    valid = sorted({name for name in by_device.values() if name is not None} | {"reference"})
+    valid = sorted({name for name in by_device.values() if name is not None} | {"reference", *others})
     if backend is None:
         backend = by_device.get(device.type)
         if backend is None:

@@ -1,5 +1,8 @@
 """Full attention of a tree: one interval of queries per key."""
 
+import functools
+import logging
+
 import torch
 
 from harts_hf.batch import AttentionIntervals
@@ -7,7 +10,8 @@ from harts_hf.kernels.attention import reference
 from harts_hf.kernels.attention import torch as torch_backend
 from harts_hf.kernels.checks import check_floating, check_same_device, check_shape, choose_backend
 
-_BY_DEVICE = {"cpu": "torch"}
+_BY_DEVICE = {"cpu": "torch", "cuda": "flash"}
+_logger = logging.getLogger(__name__)
 
 
 def tree_attention(
@@ -28,7 +32,8 @@ def tree_attention(
         value: ``[1, Hk, E + N, Dv]``.
         intervals: ``[E + N]`` each; every row must see at least one key (its own).
         scale: factor of the scores before the softmax.
-        backend: "torch" or "reference"; None chooses by device.
+        backend: "torch", "flash", "flex" or "reference"; None chooses by device: on GPUs "flash" where it can run,
+            else "flex" (logged once). On Hopper GPUs "flex" alone is bitwise reproducible.
 
     Returns:
         ``[1, N, Hq, Dv]`` contiguous, dtype of ``query``: the layout of Transformers' attention interface.
@@ -45,6 +50,34 @@ def tree_attention(
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"expected one dtype, got query {query.dtype}, key {key.dtype}, value {value.dtype}")
     check_same_device(query=query, key=key, value=value, lo=intervals.lo, hi=intervals.hi)
-    chosen = choose_backend("tree_attention", backend, query.device, by_device=_BY_DEVICE)
+    chosen = choose_backend("tree_attention", backend, query.device, by_device=_BY_DEVICE, others=("flex",))
+    if chosen in ("flash", "flex"):
+        return _on_gpu(query, key, value, intervals, scale, chosen, forced=backend is not None)
     run = reference.tree_attention if chosen == "reference" else torch_backend.tree_attention
     return run(query, key, value, intervals, scale=scale)
+
+
+def _on_gpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    intervals: AttentionIntervals,
+    scale: float,
+    chosen: str,
+    *,
+    forced: bool,
+) -> torch.Tensor:
+    from harts_hf.kernels.attention import flash, flex
+
+    reason = "asked for by name"
+    if not forced:
+        unsupported = flash.unsupported_because(query, value)
+        chosen, reason = ("flex", unsupported) if unsupported else ("flash", "the default on this GPU")
+    _log_choice(chosen, query.shape[3], value.shape[3], reason)
+    run = flash.tree_attention if chosen == "flash" else flex.tree_attention
+    return run(query, key, value, intervals, scale=scale)
+
+
+@functools.cache
+def _log_choice(chosen: str, dim_k: int, dim_v: int, reason: str) -> None:
+    _logger.info("tree attention with head dims %d/%d runs on the %s backend: %s", dim_k, dim_v, chosen, reason)

@@ -7,7 +7,7 @@ from harts_hf.kernels.checks import check_floating, check_same_device, check_sha
 from harts_hf.kernels.conv import reference
 from harts_hf.kernels.conv import torch as torch_backend
 
-_BY_DEVICE = {"cpu": "torch"}
+_BY_DEVICE = {"cpu": "torch", "cuda": "triton"}
 _ACTIVATIONS = (None, "silu", "swish")
 
 
@@ -32,7 +32,7 @@ def tree_causal_conv1d(
         bias: ``[D]`` or None.
         table: the ancestors of the ``N`` own rows.
         activation: None, "silu" or "swish" (the same).
-        backend: "torch" or "reference"; None chooses by device.
+        backend: "torch", "triton" or "reference"; None chooses by device.
 
     Returns:
         ``[N, D]``, dtype of ``x``.
@@ -50,5 +50,9 @@ def tree_causal_conv1d(
         raise ValueError(f"expected activation to be one of {list(_ACTIVATIONS)}, got {activation!r}")
     check_same_device(x=x, weight=weight, bias=bias, table=table.gather.index)
     chosen = choose_backend("tree_causal_conv1d", backend, x.device, by_device=_BY_DEVICE)
+    if chosen == "triton":
+        from harts_hf.kernels.conv import triton as triton_backend
+
+        return triton_backend.tree_causal_conv1d(x, weight, bias, table, silu=activation is not None)
     run = reference.tree_causal_conv1d if chosen == "reference" else torch_backend.tree_causal_conv1d
     return run(x, weight, bias, table, silu=activation is not None)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from harts_hf.batch import ConvTable
 from harts_hf.kernels.checks import wide_dtype
-from harts_hf.kernels.gather.torch import rounds, take_rows
+from harts_hf.kernels.gather.torch import add_round_, rounds, take_rows
 
 
 def tree_causal_conv1d(
@@ -45,9 +45,9 @@ class _TreeConv(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             taps = weight.T.contiguous()
             grad_x = grad.new_zeros(x.shape)
-            for _, rows, places in rounds(table.gather):
+            for turn, rows, places in rounds(table.gather):
                 part = grad.index_select(0, places // table.width) * taps.index_select(0, places % table.width)
-                grad_x.index_add_(0, rows, part)
+                add_round_(grad_x, turn, rows, part)
             grad_x = grad_x.to(x.dtype)
         if ctx.needs_input_grad[1]:
             columns = [(take_rows(x, rows).to(grad.dtype) * grad).sum(dim=0) for rows in table.ancestors.unbind(1)]

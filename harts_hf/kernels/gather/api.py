@@ -7,7 +7,7 @@ from harts_hf.kernels.checks import check_floating, check_same_device, choose_ba
 from harts_hf.kernels.gather import reference
 from harts_hf.kernels.gather import torch as torch_backend
 
-_BY_DEVICE = {"cpu": "torch"}
+_BY_DEVICE = {"cpu": "torch", "cuda": "triton"}
 
 
 def gather_rows(x: torch.Tensor, table: GatherIndex, *, backend: str | None = None) -> torch.Tensor:
@@ -19,7 +19,7 @@ def gather_rows(x: torch.Tensor, table: GatherIndex, *, backend: str | None = No
     Args:
         x: ``[R, ...]`` floating point.
         table: ``P`` places over ``R`` rows.
-        backend: "torch" or "reference"; None chooses by device.
+        backend: "torch", "triton" or "reference"; None chooses by device.
 
     Returns:
         ``[P, ...]``, dtype of ``x``.
@@ -33,5 +33,9 @@ def gather_rows(x: torch.Tensor, table: GatherIndex, *, backend: str | None = No
         raise ValueError(f"expected x with {table.num_rows} rows, got shape {list(x.shape)}")
     check_same_device(x=x, index=table.index, places=table.places)
     chosen = choose_backend("gather_rows", backend, x.device, by_device=_BY_DEVICE)
+    if chosen == "triton":
+        from harts_hf.kernels.gather import triton as triton_backend
+
+        return triton_backend.gather_rows(x, table)
     run = reference.gather_rows if chosen == "reference" else torch_backend.gather_rows
     return run(x, table)

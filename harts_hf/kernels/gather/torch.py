@@ -42,32 +42,33 @@ def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def sum_places(grad: torch.Tensor, table: GatherIndex) -> torch.Tensor:
     """``[R, ...]`` in float32 or wider: for each row the sum of ``grad`` over its places, in ascending order."""
     total = grad.new_zeros(table.num_rows, *grad.shape[1:], dtype=wide_dtype(grad))
-    for is_first, rows, places in rounds(table):
-        part = grad.index_select(0, places).to(total.dtype)
-        if is_first:
-            total[rows] = part
-        elif len(rows) >= _SMALL_ROUND:
-            total[rows] = total.index_select(0, rows) + part
-        else:
-            total.index_add_(0, rows, part)  # one add after another on the CPU, in the order of the places
+    for turn, rows, places in rounds(table):
+        add_round_(total, turn, rows, grad.index_select(0, places).to(total.dtype))
     return total
 
 
-def rounds(table: GatherIndex) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
-    """Splits a table into rounds ``(is_first, rows, places)``, none of which names a row twice, but for the last.
+def rounds(table: GatherIndex) -> Iterator[tuple[int | None, torch.Tensor, torch.Tensor]]:
+    """Splits a table into rounds ``(turn, rows, places)``: round k holds the k-th place of every row that has one.
 
-    The last round collects what is left when few rows have places left; there a row's places follow one another in
-    ascending order.
+    When few rows have places left, a last round of turn None holds them all, row by row in ascending order.
     """
     counts = table.ptr.diff()
     rows = counts.nonzero().squeeze(1)
     turn = 0
     while len(rows) and (turn == 0 or len(rows) >= _SMALL_ROUND):
-        yield turn == 0, rows, table.places[table.ptr[rows] + turn]
+        yield turn, rows, table.places[table.ptr[rows] + turn]
         turn += 1
         rows = rows[counts[rows] > turn]
     if len(rows):
         left = counts[rows] - turn
         starts = (table.ptr[rows] + turn).repeat_interleave(left)
         steps = torch.arange(len(starts), device=left.device) - (left.cumsum(0) - left).repeat_interleave(left)
-        yield False, rows.repeat_interleave(left), table.places[starts + steps]
+        yield None, rows.repeat_interleave(left), table.places[starts + steps]
+
+
+def add_round_(total: torch.Tensor, turn: int | None, rows: torch.Tensor, part: torch.Tensor) -> None:
+    """Adds a round's ``part`` to the ``rows`` of ``total``, which is zero before the first round."""
+    if turn is None:
+        total.index_add_(0, rows, part)  # on the CPU one add after another, in the order given
+    else:
+        total[rows] = part if turn == 0 else total.index_select(0, rows) + part

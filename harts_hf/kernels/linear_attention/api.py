@@ -1,6 +1,7 @@
 """Delta rules along the paths of a tree: gated (one decay per head) and Kimi (one decay per channel)."""
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from harts_hf.kernels.checks import check_floating, check_same_device, check_sha
 from harts_hf.kernels.linear_attention import reference
 from harts_hf.kernels.linear_attention import torch as torch_backend
 
-_BY_DEVICE = {"cpu": "torch"}
+_BY_DEVICE = {"cpu": "torch", "cuda": "fla"}
 
 
 class TreeLinearOutput(NamedTuple):
@@ -62,7 +63,8 @@ def tree_gated_delta_rule(
         export_nodes: ``[X]`` int64, nodes whose outgoing states are returned (differentiable).
         scale: factor of the queries, None for ``K ** -0.5``.
         use_qk_l2norm: whether rows of q and k are divided by ``sqrt(sum of squares + 1e-6)`` first.
-        backend: "torch" or "reference"; None chooses by device.
+        backend: "torch", "fla" or "reference"; None chooses by device. "fla" (GPUs) computes as Flash Linear Attention
+            does: states in float32, products in the dtype of q, and gradients enter through the first copy of a row.
 
     Raises:
         ValueError: shapes, dtypes, devices or backend other than stated, or missing ``initial_states``.
@@ -72,7 +74,7 @@ def tree_gated_delta_rule(
     if v.shape[1] % q.shape[1]:
         raise ValueError(f"expected a multiple of the {q.shape[1]} q/k heads, got {v.shape[1]} value heads")
     chosen = choose_backend("tree_gated_delta_rule", backend, q.device, by_device=_BY_DEVICE)
-    run = reference.gated_delta_rule if chosen == "reference" else torch_backend.gated_delta_rule
+    run = _backend(chosen).gated_delta_rule
     return _run(run, q, k, v, g, beta, tables, initial_states, export_nodes, scale, use_qk_l2norm)
 
 
@@ -101,8 +103,16 @@ def tree_kimi_delta_rule(
     if v.shape[1] != q.shape[1]:
         raise ValueError(f"expected as many value heads as the {q.shape[1]} q/k heads, got {v.shape[1]}")
     chosen = choose_backend("tree_kimi_delta_rule", backend, q.device, by_device=_BY_DEVICE)
-    run = reference.kimi_delta_rule if chosen == "reference" else torch_backend.kimi_delta_rule
+    run = _backend(chosen).kimi_delta_rule
     return _run(run, q, k, v, g, beta, tables, initial_states, export_nodes, scale, use_qk_l2norm)
+
+
+def _backend(name: str) -> ModuleType:
+    if name == "fla":
+        from harts_hf.kernels.linear_attention import fla
+
+        return fla
+    return reference if name == "reference" else torch_backend
 
 
 def _check(

@@ -1,0 +1,86 @@
+"""FlashAttention-4 (CuTe) on a tree: its kernels called with block lists built from the intervals.
+
+Forward and backward have lists of their own, since their tiles differ. The backward's dQ is not bitwise reproducible
+on Hopper (FA4 has no deterministic block-sparse backward there): use the "flex" backend where that matters.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from harts_hf.batch import AttentionIntervals
+from harts_hf.kernels.attention.flash_blocks import BlockLists, block_lists
+
+# (head dim of q and k, of v) -> (queries, keys) of a tile, forward and backward: FA4's own tiles on Hopper.
+TILES = {
+    (128, 128): ((128, 128), (128, 128)),
+    (192, 128): ((128, 128), (64, 96)),
+    (256, 256): ((128, 80), (64, 64)),
+}
+
+
+@functools.cache
+def unavailable_because() -> str | None:
+    """Why FA4 cannot run here, None where it can."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        return "the block sizes are those of Hopper GPUs"
+    try:
+        import flash_attn.cute.interface  # noqa: F401
+    except ImportError as error:
+        return f"flash-attn-4 cannot be imported: {error}"
+    return None
+
+
+def unsupported_because(query: torch.Tensor, value: torch.Tensor) -> str | None:
+    """Why these tensors (``[1, H, rows, D]``) cannot be handled, None if they can."""
+    dims = (query.shape[3], value.shape[3])
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {query.dtype}"
+    if dims not in TILES:
+        return f"head dims {dims} are not among {sorted(TILES)}"
+    return unavailable_because()
+
+
+def tree_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, intervals: AttentionIntervals, *, scale: float
+) -> torch.Tensor:
+    """See :func:`harts_hf.kernels.attention.api.tree_attention`."""
+    reason = unsupported_because(query, value)
+    if reason:
+        raise ValueError(f"the flash backend cannot run here: {reason}")
+    from flash_attn.cute.interface import flash_attn_func
+
+    tile, tile_backward = TILES[query.shape[3], value.shape[3]]
+    num_queries = query.shape[2]
+    out, _ = flash_attn_func(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        softmax_scale=scale,
+        mask_mod=_mask_mod(),
+        aux_tensors=[intervals.lo, intervals.hi],
+        block_sparse_tensors=_as_flash(block_lists(intervals, num_queries, tile, by_key=False)),
+        block_sparse_tensors_bwd=_as_flash(block_lists(intervals, num_queries, tile_backward, by_key=True)),
+    )
+    return out
+
+
+def _as_flash(lists: BlockLists) -> Any:
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    return BlockSparseTensorsTorch(
+        mask_block_cnt=lists.partial_count,
+        mask_block_idx=lists.partial_index,
+        full_block_cnt=lists.full_count,
+        full_block_idx=lists.full_index,
+        block_size=lists.block_size,
+    )
+
+
+@functools.cache
+def _mask_mod() -> Callable[..., Any]:
+    from harts_hf.kernels.attention.flash_mask import interval_mask
+
+    return interval_mask

@@ -1,0 +1,106 @@
+"""Which tiles of queries and keys hold visible pairs, from the intervals alone, on their device.
+
+A tile's keys are summed up by the extremes of their interval ends. "Full" is exact; "visible" is exact for own keys
+(those of a block begin no later than the block's own rows, so the farthest-reaching one decides) and may name a tile
+too many for handed keys, which costs its time and changes nothing.
+"""
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+
+from harts_hf.batch import AttentionIntervals
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlockLists:
+    """For each block of one side the blocks of the other that it must visit, ascending; int32.
+
+    Attributes:
+        partial_count: ``[1, 1, A]`` blocks that need the mask.
+        partial_index: ``[1, 1, A, B]``, the first ``partial_count`` valid.
+        full_count: ``[1, 1, A]`` blocks in which every pair is visible.
+        full_index: ``[1, 1, A, B]``.
+        block_size: (queries, keys) of a tile.
+    """
+
+    partial_count: torch.Tensor
+    partial_index: torch.Tensor
+    full_count: torch.Tensor
+    full_index: torch.Tensor
+    block_size: tuple[int, int]
+
+    @property
+    def num_tiles(self) -> torch.Tensor:
+        """Tiles visited, a 0-d tensor."""
+        return self.partial_count.sum() + self.full_count.sum()
+
+
+_cache: WeakKeyDictionary[AttentionIntervals, dict[tuple[int, int, int, bool], BlockLists]] = WeakKeyDictionary()
+
+
+def block_lists(
+    intervals: AttentionIntervals, num_queries: int, block_size: tuple[int, int], *, by_key: bool
+) -> BlockLists:
+    """The lists by block of queries, or by block of keys if ``by_key``; kept as long as ``intervals`` lives."""
+    lists = _cache.setdefault(intervals, {})
+    key = (num_queries, *block_size, by_key)
+    if key not in lists:
+        lists[key] = _build(intervals, num_queries, block_size, by_key)
+    return lists[key]
+
+
+def _build(intervals: AttentionIntervals, num_queries: int, block_size: tuple[int, int], by_key: bool) -> BlockLists:
+    visible, full = classify_tiles(intervals, num_queries, block_size)
+    partial = visible & ~full
+    if by_key:
+        partial, full = partial.T, full.T
+    partial_count, partial_index = _compact(partial)
+    full_count, full_index = _compact(full)
+    return BlockLists(
+        partial_count=partial_count,
+        partial_index=partial_index,
+        full_count=full_count,
+        full_index=full_index,
+        block_size=block_size,
+    )
+
+
+def classify_tiles(
+    intervals: AttentionIntervals, num_queries: int, block_size: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[query blocks, key blocks]`` bool each: tiles with a visible pair, and tiles with no invisible one.
+
+    A tile that reaches past the last query or key is never full: kernels mask its outside as they mask pairs.
+    """
+    block_q, block_k = block_size
+    lo, hi = intervals.lo, intervals.hi
+    num_keys, device = len(lo), lo.device
+    blocks_q, blocks_k = -(-num_queries // block_q), -(-num_keys // block_k)
+    missing = blocks_k * block_k - num_keys
+
+    def extremes(ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # The last key stands in for the missing ones, so they change no extreme.
+        padded = torch.cat([ends, ends[-1:].expand(missing)]).view(blocks_k, block_k)
+        return padded.amin(1), padded.amax(1)
+
+    (lo_min, lo_max), (hi_min, hi_max) = extremes(lo), extremes(hi)
+    first = torch.arange(blocks_q, device=device, dtype=lo.dtype)[:, None] * block_q
+    stop = (first + block_q).clamp_max(num_queries)
+    visible = (lo_min < stop) & (hi_max > first)
+    full = (lo_max <= first) & (hi_min >= first + block_q)
+    if missing:
+        full[:, -1] = False
+    return visible, full
+
+
+def _compact(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts ``[1, 1, A]`` and ascending columns ``[1, 1, A, B]`` of the true entries of each row of ``[A, B]``."""
+    rows, columns = tiles.shape
+    rank = tiles.cumsum(1, dtype=torch.int32)
+    target = torch.where(tiles, rank - 1, columns).long()
+    index = torch.zeros(rows, columns + 1, dtype=torch.int32, device=tiles.device)
+    numbers = torch.arange(columns, dtype=torch.int32, device=tiles.device)
+    index.scatter_(1, target, numbers.expand(rows, columns))
+    return rank[:, -1].contiguous()[None, None], index[:, :columns].contiguous()[None, None]

@@ -1,0 +1,63 @@
+"""FlexAttention on a tree, compiled once for all trees: the fallback where FA4 is missing, and deterministic.
+
+The block mask comes from the intervals' extremes, not from ``create_block_mask``, which would visit every pair.
+"""
+
+import functools
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from harts_hf.batch import AttentionIntervals
+from harts_hf.kernels.attention.flash_blocks import block_lists
+
+_TILE = (128, 128)
+_masks: WeakKeyDictionary[AttentionIntervals, dict[int, BlockMask]] = WeakKeyDictionary()
+
+
+def tree_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, intervals: AttentionIntervals, *, scale: float
+) -> torch.Tensor:
+    """See :func:`harts_hf.kernels.attention.api.tree_attention`."""
+    out = _compiled()(
+        query,
+        key,
+        value,
+        block_mask=block_mask(intervals, query.shape[2]),
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options={"ROWS_GUARANTEED_SAFE": True},  # every row sees itself
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def block_mask(intervals: AttentionIntervals, num_queries: int) -> BlockMask:
+    """The block mask of ``intervals``, kept as long as they live."""
+    masks = _masks.setdefault(intervals, {})
+    if num_queries not in masks:
+        lists = block_lists(intervals, num_queries, _TILE, by_key=False)
+        masks[num_queries] = BlockMask.from_kv_blocks(
+            lists.partial_count,
+            lists.partial_index,
+            lists.full_count,
+            lists.full_index,
+            BLOCK_SIZE=_TILE,
+            mask_mod=_mask_mod(intervals.lo, intervals.hi),
+            seq_lengths=(num_queries, len(intervals.lo)),
+        )
+    return masks[num_queries]
+
+
+def _mask_mod(lo: torch.Tensor, hi: torch.Tensor) -> Callable[..., torch.Tensor]:
+    # Tensors, not numbers, so that another tree is other data and not other code.
+    def visible(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (lo[key] <= query) & (query < hi[key])
+
+    return visible
+
+
+@functools.cache
+def _compiled() -> Callable[..., torch.Tensor]:
+    return torch.compile(flex_attention, dynamic=True)

@@ -1,0 +1,76 @@
+"""Block lists against the mask written out."""
+
+import numpy as np
+import pytest
+import torch
+
+from harts_hf.batch import AttentionIntervals
+from harts_hf.kernels.attention.flash_blocks import block_lists, classify_tiles
+from harts_hf.kernels.attention.flex import block_mask
+from harts_hf.tree import RolloutTree
+
+
+def intervals_of(seed: int, handed: int) -> tuple[AttentionIntervals, int]:
+    """A random tree's own keys behind ``handed`` keys that all rows, or the first half, see."""
+    rng = np.random.default_rng(seed)
+    stem = rng.integers(0, 5, rng.integers(1, 200))
+    paths = [
+        np.concatenate([stem[: rng.integers(0, len(stem) + 1)], rng.integers(0, 5, rng.integers(1, 120))])
+        for _ in range(8)
+    ]
+    tree = RolloutTree.from_trajectories(paths)
+    rows = tree.num_tokens
+    reach = np.where(np.arange(handed) < handed // 2, rows, rows // 2)
+    lo = np.concatenate([np.zeros(handed, np.int32), np.arange(rows, dtype=np.int32)])
+    hi = np.concatenate([reach, tree.subtree_end]).astype(np.int32)
+    return AttentionIntervals(lo=torch.from_numpy(lo), hi=torch.from_numpy(hi)), rows
+
+
+@pytest.mark.parametrize("block_size", [(16, 16), (16, 10), (8, 12), (128, 128)])
+@pytest.mark.parametrize("handed", [0, 37])
+def test_tiles_match_the_dense_mask(block_size: tuple[int, int], handed: int):
+    """Tiles with a visible pair are named, full ones have no invisible pair and lie inside; own keys exactly so."""
+    for seed in range(10):
+        intervals, rows = intervals_of(seed, handed)
+        query = torch.arange(rows)[:, None]
+        dense = (intervals.lo <= query) & (query < intervals.hi)
+        block_q, block_k = block_size
+        padded = torch.nn.functional.pad(dense, (0, -dense.shape[1] % block_k, 0, -rows % block_q))
+        tiles = padded.view(padded.shape[0] // block_q, block_q, padded.shape[1] // block_k, block_k)
+        visible, full = classify_tiles(intervals, rows, block_size)
+        assert torch.equal(full, tiles.all(3).all(1))
+        want = tiles.any(3).any(1)
+        assert not (want & ~visible).any()
+        own_only = torch.arange(visible.shape[1]) * block_k >= handed
+        assert torch.equal(visible[:, own_only], want[:, own_only])
+
+
+def test_lists_hold_the_tiles_in_ascending_order():
+    """Lists by query and by key name the same tiles, each row ascending; the same object comes back."""
+    intervals, rows = intervals_of(3, 20)
+    visible, full = classify_tiles(intervals, rows, (16, 16))
+    for by_key in (False, True):
+        lists = block_lists(intervals, rows, (16, 16), by_key=by_key)
+        assert block_lists(intervals, rows, (16, 16), by_key=by_key) is lists
+        for tiles, count, index in (
+            (visible & ~full, lists.partial_count, lists.partial_index),
+            (full, lists.full_count, lists.full_index),
+        ):
+            matrix = tiles.T if by_key else tiles
+            for row in range(len(matrix)):
+                got = index[0, 0, row, : count[0, 0, row]].tolist()
+                assert got == matrix[row].nonzero().squeeze(1).tolist()
+        assert int(lists.num_tiles) == int(visible.sum())
+
+
+def test_flex_block_mask_has_the_same_tiles():
+    """FlexAttention's mask, transposed lists included, covers exactly the visible tiles, without create_block_mask."""
+    intervals, rows = intervals_of(5, 200)
+    visible, _ = classify_tiles(intervals, rows, (128, 128))
+    mask = block_mask(intervals, rows)
+    assert torch.equal(mask.to_dense()[0, 0].bool(), visible)
+    by_key = torch.zeros_like(visible.T)
+    for count, index in ((mask.q_num_blocks, mask.q_indices), (mask.full_q_num_blocks, mask.full_q_indices)):
+        for row in range(len(by_key)):
+            by_key[row, index[0, 0, row, : count[0, 0, row]].long()] = True
+    assert torch.equal(by_key.T, visible)

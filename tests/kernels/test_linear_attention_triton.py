@@ -1,0 +1,186 @@
+"""The state kernels, under Triton's interpreter, against autograd of the recurrence written out."""
+
+import os
+from dataclasses import replace
+from itertools import pairwise
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from harts_hf.batch import LinearTables
+from harts_hf.kernels.linear_attention.fla_tables import PackedChains, build_packed_chains, packed_chains
+from harts_hf.kernels.linear_attention.triton_states import run_states_backward, run_states_forward
+from harts_hf.planner.chunks import build_chunk_tree
+from harts_hf.tree import RolloutTree
+
+CHUNK = 16  # tl.dot wants 16 at least
+
+
+def ragged_tree(seed: int, num: int = 9, longest: int = 90) -> RolloutTree:
+    """Trajectories that share prefixes of all lengths, some ending inside others."""
+    rng = np.random.default_rng(seed)
+    trajectories = [rng.integers(0, 50, 40)]
+    for _ in range(num):
+        base = trajectories[rng.integers(len(trajectories))]
+        cut = rng.integers(0, len(base) + 1)
+        tail = rng.integers(0, 50, rng.integers(1, longest - 30))
+        trajectories.append(np.concatenate([base[:cut], tail])[:longest])
+    trajectories.append(trajectories[0][:17])
+    return RolloutTree.from_trajectories(trajectories)
+
+
+def tables_of(tree: RolloutTree) -> LinearTables:
+    chunks = build_chunk_tree(tree.parent, tree.depth, CHUNK)
+    return LinearTables.build(chunks, np.arange(tree.num_tokens))
+
+
+def inputs(packed: PackedChains, kda: bool, heads: int = 1, value_heads: int = 2, dim_k: int = 16, dim_v: int = 32):
+    places = packed.num_places
+    generator = torch.Generator().manual_seed(places)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    k_heads = value_heads if kda else heads
+    q, k = rand(1, places, k_heads, dim_k), rand(1, places, k_heads, dim_k) * 0.3
+    w, u = rand(1, places, value_heads, dim_k) * 0.3, rand(1, places, value_heads, dim_v)
+    gate = rand(1, places, value_heads, dim_k) if kda else rand(1, places, value_heads)
+    gate = -torch.nn.functional.softplus(gate) * 0.3
+    g = torch.empty_like(gate)
+    for begin, end in node_rows(packed):
+        g[:, begin:end] = gate[:, begin:end].cumsum(1)
+    return q, k, w, u, g
+
+
+def node_rows(packed: PackedChains) -> list[tuple[int, int]]:
+    rows = []
+    for chain, step in packed.chunk_indices.tolist():
+        begin = int(packed.cu_seqlens[chain]) + step * packed.chunk_size
+        rows.append((begin, min(begin + packed.chunk_size, int(packed.cu_seqlens[chain + 1]))))
+    return rows
+
+
+def by_hand(k, w, u, g, slots, packed: PackedChains):
+    """h, v_new, slots and states after each node, one node at a time in an order that honours the chains' starts."""
+    group = w.shape[2] // k.shape[2]
+    slots = list(slots)
+    h, v_new, after = ([None] * packed.num_nodes for _ in range(3))
+    rows = node_rows(packed)
+    for chain in packed.chains_by_round.tolist():
+        start = int(packed.start_slot[chain])
+        state = slots[start] if start >= 0 else torch.zeros(w.shape[2], k.shape[3], u.shape[3], dtype=u.dtype)
+        first = int(packed.first_node[chain])
+        last = packed.num_nodes if chain + 1 == packed.num_chains else int(packed.first_node[chain + 1])
+        for node in range(first, last):
+            begin, end = rows[node]
+            k_n = k[0, begin:end].repeat_interleave(group, 1)
+            g_n, w_n, u_n = g[0, begin:end], w[0, begin:end], u[0, begin:end]
+            h[node] = state
+            v_new[node] = u_n - torch.einsum("thk,hkv->thv", w_n, state)
+            if g.dim() == 4:
+                state = state * g_n[-1].exp2()[..., None] + torch.einsum("thk,thv->hkv", k_n, v_new[node])
+            else:
+                decayed = v_new[node] * (g_n[-1] - g_n).exp2()[..., None]
+                state = state * g_n[-1].exp2()[:, None, None] + torch.einsum("thk,thv->hkv", k_n, decayed)
+            after[node] = state
+            if int(packed.node_slot[node]) >= 0:
+                slots[int(packed.node_slot[node])] = state
+    return torch.stack(h)[None], torch.cat(v_new)[None], slots, after
+
+
+def test_packed_chains_cover_every_row_once():
+    """Every node's rows stand in order in its chain, owners and readers are inverse, and rounds honour the slots."""
+    for seed in range(20):
+        tables = tables_of(ragged_tree(seed))
+        packed = build_packed_chains(tables, np.array([0, tables.num_nodes - 1]), 0)
+        assert packed.num_places == int(tables.lengths.sum())
+        assert (packed.output_reader[packed.output] == torch.arange(tables.num_rows)).all()
+        assert (packed.gather.index[packed.output] == torch.arange(tables.num_rows)).all()
+        counts = torch.diff(packed.cu_seqlens)
+        nodes = torch.diff(torch.cat([packed.first_node, torch.tensor([packed.num_nodes])]))
+        assert (nodes == -(-counts // CHUNK)).all()
+        done: set[int] = set()
+        for begin, end in pairwise(packed.round_ptr):
+            chains = packed.chains_by_round[begin:end].tolist()
+            assert all(int(packed.start_slot[chain]) in {-1, *done} for chain in chains)
+            for chain in chains:
+                first = int(packed.first_node[chain])
+                done |= set(packed.node_slot[first : first + int(nodes[chain])].tolist())
+        assert sorted(packed.chains_by_round.tolist()) == list(range(packed.num_chains))
+
+
+def test_chunk_aligned_branches_pack_in_compact_order():
+    """A tree whose branches lie at chunk boundaries needs no reordering: packing costs it nothing."""
+    rng = np.random.default_rng(0)
+    prefix = rng.integers(0, 9, 2 * CHUNK)
+    tails = [rng.integers(10 * i, 10 * i + 9, CHUNK * 3 - 5 * i) for i in range(4)]
+    tree = RolloutTree.from_trajectories([np.concatenate([prefix, tail]) for tail in tails])
+    packed = build_packed_chains(tables_of(tree), np.array([], np.int64), 0)
+    assert packed.output_is_identity
+    assert (packed.gather.index == torch.arange(tree.num_tokens)).all()
+    assert packed.num_rounds == 2
+
+
+def test_packed_form_is_built_once():
+    """The packed form is kept per tables and per exported nodes."""
+    tables = tables_of(ragged_tree(1))
+    nodes = torch.tensor([1, 2])
+    assert packed_chains(tables, nodes, 0) is packed_chains(tables, nodes, 0)
+    assert packed_chains(tables, nodes[:0], 0) is not packed_chains(tables, nodes, 0)
+
+
+@pytest.mark.parametrize("kda", [False, True])
+@pytest.mark.parametrize(("seed", "handed_in"), [(0, False), (3, True)])
+def test_states_and_gradients(kda: bool, seed: int, handed_in: bool):
+    """States, exports and every gradient equal autograd's in fp64; fp32 sums over at most 6 chunks: 2e-5 relative."""
+    tables = tables_of(ragged_tree(seed))
+    roots = (tables.parent < 0).nonzero().squeeze(1)
+    if handed_in:  # the first root keeps starting from nothing, the others share one boundary state
+        initial = tables.initial.clone()
+        initial[roots[1:]] = 0
+        tables = replace(tables, initial=initial)
+    packed = build_packed_chains(tables, np.array([0, tables.num_nodes // 2]), int(handed_in))
+    q, k, w, u, g = inputs(packed, kda)
+    scale = 0.25
+    shape = (packed.num_slots, w.shape[2], k.shape[3], u.shape[3])
+    slots = torch.full(shape, float("nan"))
+    slots[: packed.num_initial] = torch.randn(packed.num_initial, *shape[1:])
+    h, v_new = run_states_forward(k, w, u, g, slots, packed, write_slots=True)
+    u_ref = u.double().requires_grad_()
+    start = slots.double().requires_grad_()
+    h_ref, v_ref, slots_ref, after = by_hand(k.double(), w.double(), u_ref, g.double(), start, packed)
+    close(h, h_ref)
+    close(v_new, v_ref)
+    close(slots, torch.stack(slots_ref))
+    again = run_states_forward(k, w, u, g, slots, packed, write_slots=False)
+    assert torch.equal(again[0], h) and torch.equal(again[1], v_new)
+
+    do, dv = torch.randn_like(u), torch.randn_like(u)
+    d_slots = torch.zeros(shape)
+    d_slots[packed.export_slot] = torch.randn(len(packed.export_slot), *shape[1:])
+    d_exports = d_slots.clone()
+    dh, dv_new = run_states_backward(q, k, w, g, do, dv, d_slots, packed, scale=scale)
+
+    group = w.shape[2] // q.shape[2]
+    decayed_q = q.double().repeat_interleave(group, 2) * (1.0 if kda else g.double().exp2()[..., None])
+    loss = (v_ref * dv).sum()
+    loss = loss + sum((slots_ref[slot] * d_exports[slot]).sum() for slot in packed.export_slot.tolist())
+    for node, (begin, end) in enumerate(node_rows(packed)):
+        out = torch.einsum("thk,hkv->thv", decayed_q[0, begin:end], h_ref[0, node])
+        loss = loss + scale * (out * do[0, begin:end]).sum()
+    du, d_start, *d_after = torch.autograd.grad(loss, [u_ref, start, *after], allow_unused=True)
+    close(dv_new, du)
+    if handed_in:
+        close(d_slots[: packed.num_initial], d_start[: packed.num_initial])
+    for node, gradient in enumerate(d_after):
+        close(dh[0, node], torch.zeros_like(after[node]) if gradient is None else gradient)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 2e-5) -> None:
+    error = (got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-12)
+    assert error < tolerance, error
