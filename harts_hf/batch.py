@@ -1,8 +1,8 @@
 """A planned microbatch as tensors: the only bridge from plan to tensors.
 
 Index spaces. *Own rows* ``0..N-1`` are the rows that the network computes, in preorder. Each kind of layer may also
-read rows handed over by trunks; those stand **before** the own rows in that layer's own index space (``E`` handed rows,
-then the ``N`` own ones), so a kernel is given the concatenated tensor and needs no second code path.
+read rows handed over by trunks; those stand **before** the own rows in that layer's own index space (``E`` handed
+rows, then the ``N`` own ones), so a kernel is given the concatenated tensor and needs no second code path.
 """
 
 from dataclasses import dataclass, fields

@@ -1,0 +1,7 @@
+"""Patched Hugging Face models."""
+
+from harts_hf.modeling.families import FAMILIES
+from harts_hf.modeling.patching import is_patched, patch, unpatch
+from harts_hf.modeling.scoring import ScoreRequest, TreeOutput
+
+__all__ = ["FAMILIES", "ScoreRequest", "TreeOutput", "is_patched", "patch", "unpatch"]

@@ -1,0 +1,147 @@
+"""Token mixers on a rollout tree: Transformers' own forward functions with the sequence operations exchanged.
+
+A patched mixer runs its stock forward, projections, gates and norms included, with three names rebound for the one
+call: the causal convolution, the chunkwise rule, and the attention interface. No code is copied and no global is
+touched; without a plan the stock forward runs as it is.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from harts_hf.batch import TreeBatch
+from harts_hf.errors import UnsupportedModelError
+from harts_hf.kernels.attention import tree_attention
+from harts_hf.kernels.conv import tree_causal_conv1d
+from harts_hf.kernels.linear_attention import tree_gated_delta_rule, tree_kimi_delta_rule
+from harts_hf.modeling.families import Family
+
+CONV_FUNCTION = "causal_conv1d_fn"
+ATTENTION_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+_RULES = {"gated_delta": tree_gated_delta_rule, "kimi_delta": tree_kimi_delta_rule}
+
+
+class TreeMixer(nn.Module):
+    """Marks a mixer that accepts ``harts=TreeBatch``; never instantiated by itself.
+
+    Attributes:
+        stock: the class that was patched.
+    """
+
+    stock: type[nn.Module]
+
+
+@lru_cache
+def tree_linear_class(stock: type[nn.Module], family: Family) -> type[nn.Module]:
+    """A subclass of a linear mixer that runs on a tree when it is given a plan."""
+    raw_forward = _raw_forward(stock, {CONV_FUNCTION, family.rule_function})
+    rule = _RULES[family.rule]
+
+    def forward(self: nn.Module, *args: Any, harts: TreeBatch | None = None, **kwargs: Any) -> torch.Tensor:
+        if harts is None:
+            return stock.forward(self, *args, **kwargs)
+        names = {CONV_FUNCTION: _conv_on(harts), family.rule_function: _rule_on(harts, rule)}
+        return _rebind(raw_forward, names)(self, *args, **kwargs)
+
+    return _subclass(stock, forward)
+
+
+@lru_cache
+def tree_attention_class(stock: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a full-attention mixer that runs on a tree when it is given a plan."""
+    raw_forward = _raw_forward(stock, {ATTENTION_REGISTRY})
+
+    def forward(self: nn.Module, *args: Any, harts: TreeBatch | None = None, **kwargs: Any) -> Any:
+        if harts is None:
+            return stock.forward(self, *args, **kwargs)
+        return _rebind(raw_forward, {ATTENTION_REGISTRY: _AttentionOn(harts)})(self, *args, **kwargs)
+
+    return _subclass(stock, forward)
+
+
+def _conv_on(batch: TreeBatch) -> Callable[..., torch.Tensor]:
+    def causal_conv1d_fn(
+        hidden_states: torch.Tensor,  # [1, D, N]
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        rows = hidden_states[0].transpose(0, 1)
+        mixed = tree_causal_conv1d(rows, weight, bias, batch.conv(weight.shape[-1]), activation=activation)
+        return mixed.transpose(0, 1)[None]
+
+    return causal_conv1d_fn
+
+
+def _rule_on(batch: TreeBatch, rule: Callable[..., Any]) -> Callable[..., Any]:
+    def chunk_rule(
+        query: torch.Tensor,  # [1, N, H, K]
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        rows = [tensor[0] for tensor in (query, key, value, g, beta)]
+        out = rule(*rows, batch.linear, use_qk_l2norm=use_qk_l2norm_in_kernel)
+        return out.output[None], None
+
+    return chunk_rule
+
+
+class _AttentionOn:
+    """Stands in for the attention registry during one call."""
+
+    def __init__(self, batch: TreeBatch) -> None:
+        self.batch = batch
+
+    def get_interface(self, *_: Any) -> Callable[..., Any]:
+        """The tree attention, whatever implementation the configuration names."""
+        return self._attend
+
+    def _attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        *,
+        scaling: float,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        return tree_attention(query, key, value, self.batch.attention, scale=scaling), None
+
+
+def _raw_forward(stock: type[nn.Module], names: set[str]) -> FunctionType:
+    """The innermost forward function of a class, checked to use the names that will be rebound."""
+    raw = inspect.unwrap(stock.forward)
+    missing = names - set(raw.__code__.co_names)
+    if missing:
+        raise UnsupportedModelError(
+            f"expected {stock.__name__}.forward to call {', '.join(sorted(missing))}, but it does not: this version "
+            "of transformers is not supported"
+        )
+    return raw
+
+
+def _rebind(function: FunctionType, names: dict[str, Any]) -> FunctionType:
+    rebound = FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__
+    )
+    rebound.__kwdefaults__ = function.__kwdefaults__
+    return rebound
+
+
+def _subclass(stock: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    # The stock name stays, since Transformers, PEFT and FSDP settings find layers by class name.
+    return type(
+        stock.__name__, (stock, TreeMixer), {"forward": forward, "__module__": stock.__module__, "stock": stock}
+    )

@@ -1,0 +1,111 @@
+"""Makes a stock Transformers model run on rollout trees, and back."""
+
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from harts_hf.errors import UnsupportedModelError
+from harts_hf.modeling.checks import check_model, check_versions
+from harts_hf.modeling.families import Family, family_of
+from harts_hf.modeling.mixers import TreeMixer, tree_attention_class, tree_linear_class
+from harts_hf.modeling.scoring import tree_forward
+
+
+def patch(model: nn.Module) -> nn.Module:
+    """Teaches one model instance to run on rollout trees, in place.
+
+    Parameter names, buffers and the configuration stay as they are, and a call without a plan is bit for bit the stock
+    model's (generation, caches and evaluation go on working). Patching twice is patching once.
+
+    Args:
+        model: a causal language model of a supported family, or a PEFT model around one (LoRA).
+
+    Returns:
+        The same object.
+
+    Raises:
+        UnsupportedModelError: a family, layer, setting or library version that is not supported; the message names it.
+    """
+    base = causal_lm_of(model)
+    if is_patched(base):
+        return model
+    check_versions()
+    family = family_of(base)
+    check_model(base, family)
+    mixers = _find_mixers(base, family)
+    for module, tree_class in mixers:
+        module.__class__ = tree_class
+    base._harts_stock_forward = base.forward
+    base._harts_had_own_forward = "forward" in vars(base)
+    base.forward = MethodType(tree_forward, base)
+    return model
+
+
+def unpatch(model: nn.Module) -> nn.Module:
+    """Undoes :func:`patch`, in place; the model is the stock model again. Does nothing to an unpatched model."""
+    base = causal_lm_of(model)
+    if not is_patched(base):
+        return model
+    if getattr(base.forward, "__func__", None) is not tree_forward:
+        raise ValueError("expected the forward that patch installed, got another one: undo what was put over it first")
+    if base._harts_had_own_forward:
+        base.forward = base._harts_stock_forward
+    else:
+        del base.forward
+    del base._harts_stock_forward, base._harts_had_own_forward
+    for module in base.modules():
+        if isinstance(module, TreeMixer):
+            module.__class__ = type(module).stock  # type: ignore[assignment]
+    return model
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether :func:`patch` has been applied to a causal language model (or the one inside a PEFT model)."""
+    return "_harts_stock_forward" in vars(causal_lm_of(model))
+
+
+def causal_lm_of(model: nn.Module) -> Any:
+    """The causal language model itself, inside a PEFT model if there is one.
+
+    Raises:
+        UnsupportedModelError: a wrapper that changes what the model is given.
+    """
+    if type(model).__name__ == "OptimizedModule":
+        raise UnsupportedModelError("expected an uncompiled model, got one from torch.compile")
+    if isinstance(model, nn.DataParallel):
+        raise UnsupportedModelError("expected one model per process, got torch.nn.DataParallel")
+    configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
+    if configs and hasattr(model, "get_base_model"):
+        for config in configs.values():
+            if getattr(config, "is_prompt_learning", False):
+                raise UnsupportedModelError(
+                    f"expected an adapter that leaves the sequence alone (LoRA), got {config.peft_type}: prompt "
+                    "learning adds positions"
+                )
+        return model.get_base_model()  # type: ignore[operator]
+    return model
+
+
+def _find_mixers(model: Any, family: Family) -> list[tuple[nn.Module, type[nn.Module]]]:
+    linear: Any = family.class_named(family.linear_mixer)
+    full: Any = family.class_named(family.full_mixer)
+    found = [
+        # mypy does not see that classes are hashable.
+        (module, tree_linear_class(linear, family) if type(module) is linear else tree_attention_class(full))  # type: ignore[arg-type]
+        for module in model.modules()
+        if type(module) in (linear, full)
+    ]
+    expected = len(model.config.layer_types)
+    if len(found) != expected:
+        raise UnsupportedModelError(
+            f"expected {expected} token mixers ({linear.__name__}, {full.__name__}) in {type(model).__name__}, found "
+            f"{len(found)}"
+        )
+    replaced = [type(module).__name__ for module, _ in found if "forward" in vars(module)]
+    if replaced:
+        raise UnsupportedModelError(
+            f"expected mixers with the forward of their class, got a replaced one on {replaced[0]} (offloading hooks "
+            "and other patches are not supported)"
+        )
+    return found

@@ -1,0 +1,109 @@
+"""Per-token advantages: from a rollout function, or per turn from the rewards below each turn in the tree."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from harts_hf.rollouts.checks import check_rollouts
+from harts_hf.rollouts.credit import turn_advantages
+
+
+class TreeAdvantages:
+    """Mixin above a GRPO trainer that checks rollouts and lets ``(B, T)`` advantages reach TRL's batch.
+
+    TRL hands extra keys of a rollout function to the reward functions only, so an ``advantages`` key (one list of
+    numbers per completion token and row) is put aside here and attached to the batch afterwards.
+    """
+
+    # What TRL's trainer sets.
+    model: Any
+    args: Any
+    rollout_func: Any
+    reward_weights: torch.Tensor
+    scale_rewards: str
+    num_generations: Any
+    num_generations_eval: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._given_advantages: list[list[float]] | None = None
+        self._rewards_per_func: torch.Tensor | None = None
+        super().__init__(*args, **kwargs)
+        if self.rollout_func is not None:
+            self._user_rollout_func = self.rollout_func
+            self.rollout_func = self._checked_rollouts
+
+    def _checked_rollouts(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        output = self._user_rollout_func(prompts, trainer)
+        vocab_size = self.model.get_input_embeddings().num_embeddings
+        check_rollouts(output, len(prompts), vocab_size=vocab_size)
+        output = dict(output)
+        self._given_advantages = output.pop("advantages", None)
+        return output
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        parent: Any = super()
+        self._rewards_per_func = parent._calculate_rewards(*args, **kwargs)
+        return self._rewards_per_func
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """TRL's batch, with ``advantages`` of shape (B, T) where they are given per token or per turn.
+
+        Raises:
+            ValueError: advantages of another length than the completions, or not finite.
+        """
+        self._given_advantages = None
+        parent: Any = super()
+        output = parent._generate_and_score_completions(inputs)
+        per_token = self._given_advantages
+        if per_token is None and self.args.tree_credit == "turn":
+            per_token = self._turn_advantages(output)
+        if per_token is not None:
+            output["advantages"] = _pad_like(per_token, output["completion_ids"], output["completion_mask"])
+        finite = torch.isfinite(output["advantages"])
+        if not finite.all():
+            row = int((~finite).nonzero()[0, 0])
+            raise ValueError(f"expected finite advantages, got {output['advantages'][row].tolist()} in row {row}")
+        return output
+
+    def _turn_advantages(self, output: dict[str, Any]) -> list[np.ndarray]:
+        mode = "train" if self.model.training else "eval"
+        group_size = self.num_generations if mode == "train" else self.num_generations_eval
+        assert self._rewards_per_func is not None
+        weights = self.reward_weights.to(self._rewards_per_func.device)
+        rewards = (self._rewards_per_func * weights).nansum(dim=1).cpu().numpy()
+        prompts = _real(output["prompt_ids"], output["prompt_mask"])
+        completions = _real(output["completion_ids"], output["completion_mask"])
+        by_policy = _real(output.get("tool_mask", output["completion_mask"]), output["completion_mask"])
+        trajectories = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
+        spans = [turn_spans(mask, len(prompt)) for mask, prompt in zip(by_policy, prompts, strict=True)]
+        groups = np.arange(len(rewards)) // group_size
+        advantages = turn_advantages(trajectories, spans, rewards, groups, scale=self.scale_rewards)
+        return [row[len(prompt) :] for row, prompt in zip(advantages, prompts, strict=True)]
+
+
+def turn_spans(mask: np.ndarray, offset: int) -> list[tuple[int, int]]:
+    """Half-open spans, moved by ``offset``, of the runs of ones in ``mask`` [L]: the policy's turns."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask != 0, [0]])))
+    return [(int(start) + offset, int(stop) + offset) for start, stop in edges.reshape(-1, 2)]
+
+
+def _real(values: torch.Tensor, mask: torch.Tensor) -> list[np.ndarray]:
+    return [row[keep].cpu().numpy() for row, keep in zip(values, mask.bool(), strict=True)]
+
+
+def _pad_like(rows: list[Any], completion_ids: torch.Tensor, completion_mask: torch.Tensor) -> torch.Tensor:
+    """Per-token numbers in the shape of the completions; a row may be given for masked-out tokens too."""
+    padded = torch.zeros(completion_ids.shape, dtype=torch.float32)
+    if len(rows) != len(padded):
+        raise ValueError(f"expected advantages for {len(padded)} rows, got {len(rows)}")
+    for number, row in enumerate(rows):
+        values = torch.as_tensor(np.asarray(row, dtype=np.float32))
+        real = int(completion_mask[number].sum())
+        if values.ndim != 1 or len(values) < real or len(values) > padded.shape[1]:
+            raise ValueError(
+                f"expected {real} advantages (one per completion token) in row {number}, got shape "
+                f"{tuple(values.shape)}"
+            )
+        padded[number, : len(values)] = values
+    return padded.to(completion_ids.device)

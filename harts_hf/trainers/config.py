@@ -1,0 +1,72 @@
+"""Configurations: TRL's, with the tree options as flat fields, so that YAML and the command line reach them."""
+
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from harts_hf.planner import PlannerConfig
+
+CREDITS = ("trajectory", "turn")
+
+
+@dataclass
+class TreeOptions:
+    r"""
+    Options of tree training, shared by all tree trainers.
+
+    Parameters:
+        tree_max_tokens_per_microbatch (`int`, *optional*, defaults to `16384`):
+            Rows (unique tokens) that one forward may take.
+        tree_sharing (`str`, *optional*, defaults to `"auto"`):
+            `"always"` computes shared tokens once wherever they fit together, `"never"` runs every trajectory by
+            itself, `"auto"` takes what is estimated to be faster.
+        tree_credit (`str`, *optional*, defaults to `"trajectory"`):
+            `"trajectory"` gives every token of a trajectory its group-relative advantage, as TRL does; `"turn"` gives
+            each turn of the policy an advantage of its own from the rewards below it in the tree.
+    """
+
+    tree_max_tokens_per_microbatch: int = field(
+        default=16384, metadata={"help": "Rows (unique tokens) that one forward may take."}
+    )
+    tree_sharing: str = field(
+        default="auto",
+        metadata={
+            "help": "Whether shared tokens are computed once: 'always', 'never' or 'auto' (what is estimated faster).",
+            "choices": ["auto", "always", "never"],
+        },
+    )
+    tree_credit: str = field(
+        default="trajectory",
+        metadata={
+            "help": "'trajectory': one group-relative advantage per trajectory, as TRL has it. 'turn': one per turn "
+            "of the policy, from the rewards below it in the tree.",
+            "choices": list(CREDITS),
+        },
+    )
+
+    def planner_config(self) -> PlannerConfig:
+        """The planner's settings.
+
+        Raises:
+            ValueError: an option that no plan can meet.
+        """
+        return PlannerConfig(
+            max_tokens_per_microbatch=self.tree_max_tokens_per_microbatch, sharing=self.tree_sharing, handoff=False
+        )
+
+    def check_tree_options(self) -> None:
+        """Raises ValueError for options that contradict one another or cannot work."""
+        if self.tree_credit not in CREDITS:
+            raise ValueError(f"expected tree_credit to be one of {', '.join(CREDITS)}, got {self.tree_credit!r}")
+        self.planner_config()
+
+
+@dataclass
+class TreeGRPOConfig(TreeOptions, GRPOConfig):
+    r"""
+    Configuration class for the [`TreeGRPOTrainer`]: every parameter of [`GRPOConfig`] and those of [`TreeOptions`].
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_tree_options()

@@ -1,0 +1,123 @@
+"""The hooks above TRL's trainer: where its losses see the policy, and what enters its batches."""
+
+from typing import Any
+
+import torch
+import trl
+from packaging.version import Version
+from torch import nn
+from transformers.training_args import OptimizerNames
+
+from harts_hf.errors import UnsupportedModelError
+from harts_hf.modeling import patch
+from harts_hf.runtime import HeadOptions
+from harts_hf.trainers.collator import TreeDataCollator
+from harts_hf.trainers.rows import PaddedRows, plan_rows, spread
+
+TRL_RANGE = ("1.16", "1.17")
+
+
+class TreeHooks:
+    """Mixin that stands *above* a TRL trainer in the MRO and lets it see a policy that runs on rollout trees.
+
+    Overrides the one method through which TRL's losses see a policy; nothing of a loss is copied.
+    """
+
+    # What TRL's trainer sets.
+    model: Any
+    args: Any
+    accelerator: Any
+    temperature: float
+    ref_model: Any
+    _tree_score: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _check_trl_version()
+        self._tree_slices: list[dict[str, Any]] = []
+        self._tree_leaves: tuple[torch.Tensor, torch.Tensor] | None = None
+        super().__init__(*args, **kwargs)
+        _check_arguments(self)
+        patch(self.model)
+        if self.ref_model is not None:
+            patch(self.accelerator.unwrap_model(self.ref_model))
+        options = self.args
+        embeddings = self.model.get_input_embeddings()
+        self._tree_collator = TreeDataCollator(planner=options.planner_config(), vocab_size=embeddings.num_embeddings)
+        self._tree_head = HeadOptions(
+            temperature=self.temperature,
+            head_in_fp32=getattr(options, "cast_lm_head_to_fp32", False),
+        )
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **vision: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """TRL's hook: ``[B, logits_to_keep]`` log-probs and entropies, 0 where nothing is scored, and no aux loss.
+
+        Inside an optimizer step's loss phase it hands out the leaves of the current slice; elsewhere (old and
+        reference log-probs, evaluation) it scores the rows as a tree of their own. ``batch_size`` is the planner's
+        business here.
+
+        Raises:
+            ValueError: images, an auxiliary loss, or a call that would need gradients outside an optimizer step.
+        """
+        given = [name for name, value in vision.items() if value is not None]
+        if given:
+            raise ValueError(f"expected text only, got {', '.join(given)}")
+        if compute_aux_loss:
+            raise ValueError(AUX_LOSS_MESSAGE)
+        if self._tree_leaves is not None:
+            log_probs, entropies = self._tree_leaves
+            assert log_probs.shape == (len(input_ids), logits_to_keep)
+            return log_probs, entropies, None
+        if torch.is_grad_enabled():
+            raise ValueError("expected scoring without gradients outside a tree training step")
+        rows = PaddedRows.from_tensors(input_ids, attention_mask, logits_to_keep)
+        window, (index,) = plan_rows([rows], self._tree_collator)
+        scores = self._tree_score(model, window.to(input_ids.device), return_entropy=compute_entropy)
+        entropy = None if scores.entropy is None else spread(scores.entropy, index)
+        return spread(scores.log_probs, index), entropy, None
+
+
+AUX_LOSS_MESSAGE = (
+    "expected no MoE auxiliary loss (output_router_logits=False in the model's config), got one: its value over a "
+    "tree is not computed yet, and leaving it out would change the objective silently"
+)
+
+
+def _check_trl_version() -> None:
+    low, high = TRL_RANGE
+    if not Version(low) <= Version(trl.__version__) < Version(high):
+        raise UnsupportedModelError(
+            f"expected trl >= {low}, < {high} (its private hooks were tested there), got {trl.__version__}"
+        )
+
+
+def _check_arguments(trainer: Any) -> None:
+    """Refuses settings that the tree step would get wrong, before any model is patched."""
+    args = trainer.args
+    kwargs = args.gradient_checkpointing_kwargs or {}
+    optimizers = (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
+    refused: list[tuple[bool, str, str]] = [
+        (trainer.accelerator.num_processes > 1, "one process", f"{trainer.accelerator.num_processes}"),
+        (getattr(trainer, "aux_loss_enabled", False), "", AUX_LOSS_MESSAGE),
+        (args.fp16, "bf16 or fp32 training (states would overflow in fp16)", "fp16=True"),
+        (args.torch_compile, "an uncompiled model", "torch_compile=True"),
+        (args.use_liger_kernel, "the model's own layers", "use_liger_kernel=True"),
+        (args.optim in optimizers, "an optimizer with a step of its own", f"optim={args.optim}"),
+        (
+            args.gradient_checkpointing and kwargs.get("use_reentrant", False),
+            "non-reentrant activation checkpointing",
+            "use_reentrant=True in gradient_checkpointing_kwargs",
+        ),
+    ]
+    for wrong, expected, got in refused:
+        if wrong:
+            raise UnsupportedModelError(f"expected {expected}, got {got}" if expected else got)

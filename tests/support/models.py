@@ -1,0 +1,66 @@
+"""Tiny models of every supported family, built from configurations (nothing is downloaded)."""
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB = 48
+
+_COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "pad_token_id": 0, "eos_token_id": 1}
+_MLA = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+_GDN = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+_LAYERS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_CONFIGS = {
+    "bailing_hybrid": {
+        **_COMMON,
+        **_MLA,
+        **_LAYERS,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "qwen3_5_text": {**_COMMON, **_GDN, **_LAYERS, "intermediate_size": 48},
+}
+FAMILIES = sorted(_CONFIGS)
+
+
+def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides) -> nn.Module:
+    """A model of three layers; norms and gates are drawn at random too, so that no parameter hides at 0 or 1."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **{**_CONFIGS[family], **overrides})
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() >= 2:
+                parameter.copy_(noise * (0.5 if "embed" in name else 0.6 / parameter.shape[-1] ** 0.5))
+            elif "A_log" in name or "dt_bias" in name:
+                parameter.copy_(0.5 * noise)
+            else:
+                parameter.copy_(parameter + 0.1 * noise)
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+    return model.to(dtype).train()

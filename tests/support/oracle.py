@@ -1,0 +1,82 @@
+"""The oracle: the unpatched Hugging Face model, one trajectory at a time, and fp64 for both sides."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from harts_hf.modeling.families import family_of
+
+
+class _WideTorch(ModuleType):
+    """``torch`` with ``float32`` meaning float64, to stand in a modeling module's globals."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def float64_everywhere(model: nn.Module) -> Iterator[None]:
+    """Lifts every fp32 cast of the model's family to fp64, for stock and patched models alike."""
+    module = family_of(model).module
+    stock_torch, stock_float = module.torch, torch.Tensor.float
+
+    def wide_float(tensor: torch.Tensor) -> torch.Tensor:
+        caller = sys._getframe(1).f_globals["__name__"]
+        return tensor.double() if caller == module.__name__ else stock_float(tensor)
+
+    module.torch = _WideTorch("torch")
+    torch.Tensor.float = wide_float
+    try:
+        yield
+    finally:
+        module.torch = stock_torch
+        torch.Tensor.float = stock_float
+
+
+def trajectory_log_probs(model: nn.Module, tokens: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs [L - 1] of one trajectory on a stock model, by its logits."""
+    ids = torch.from_numpy(np.asarray(tokens))[None]
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1] / temperature
+    return torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+def trajectory_entropy(model: nn.Module, tokens: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
+    """Entropies [L - 1] of the distributions that the tokens after the first were drawn from."""
+    ids = torch.from_numpy(np.asarray(tokens))[None]
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1] / temperature
+    log_p = torch.log_softmax(logits, dim=-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def random_weights(trajectories: list[np.ndarray], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """Coefficients of each log-prob, different for equal tokens of different trajectories."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(len(row) - 1, generator=generator, dtype=torch.float64).to(dtype) for row in trajectories]
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all gradients, zeros where there is none."""
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def assert_gradients_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float) -> None:
+    """DESIGN 11: each entry within ``relative * max(|g|, 1e-3 * median |g|)``, the median over the entries not 0."""
+    assert got.keys() == expected.keys()
+    for name, reference in expected.items():
+        touched = reference[reference != 0].abs()
+        floor = 1e-3 * touched.median() if touched.numel() else torch.zeros((), dtype=reference.dtype)
+        allowed = relative * torch.maximum(reference.abs(), floor)
+        excess = ((got[name] - reference).abs() - allowed).max().item()
+        worst = ((got[name] - reference).abs() / torch.maximum(reference.abs(), floor).clamp(min=1e-300)).max().item()
+        assert excess <= 0, f"{name}: relative error {worst:.2e} above {relative:.0e}"

@@ -1,0 +1,47 @@
+"""Trajectories for tests: hand-made corner cases, random trees, and real ones cut to size."""
+
+from pathlib import Path
+
+import numpy as np
+
+from harts_hf import RolloutTree
+
+BRANCH_DEPTHS = (1, 2, 3, 63, 64, 65, 127)
+
+
+def branching(depth: int, *, vocab: int, seed: int = 0) -> list[np.ndarray]:
+    """A branch at ``depth``: three ragged children, an interior end, a duplicate, another root."""
+    rng = np.random.default_rng(seed)
+    trunk = rng.integers(2, vocab, depth)
+    tails = [np.concatenate([[first], rng.integers(2, vocab, size)]) for first, size in ((2, 70), (3, 5), (4, 0))]
+    rows = [np.concatenate([trunk, tail]) for tail in tails]
+    rows.append(rows[0][: depth + 30])  # ends inside another
+    rows.append(rows[1].copy())  # an exact duplicate
+    rows.append(np.concatenate([[(trunk[0] + 1 - 2) % (vocab - 2) + 2], rng.integers(2, vocab, 9)]))  # another root
+    return rows
+
+
+def random_trajectories(seed: int, *, vocab: int, count: int = 7, max_piece: int = 50) -> list[np.ndarray]:
+    """Trajectories that fork from one another at random depths."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(2, vocab, rng.integers(2, 2 * max_piece))]
+    while len(rows) < count:
+        base = rows[rng.integers(len(rows))]
+        keep = int(rng.integers(1, len(base) + 1))
+        rows.append(np.concatenate([base[:keep], rng.integers(2, vocab, rng.integers(1, max_piece))]))
+    return rows
+
+
+def real_trajectories(
+    folder: Path, name: str, *, group: int, vocab: int, max_tokens: int, skip: int = 0
+) -> list[np.ndarray]:
+    """Trajectories of a real group: ``max_tokens`` positions from ``skip`` on, ids folded into ``vocab``."""
+    data = np.load(folder / "trees" / f"{name}.npz")
+    tree = RolloutTree.from_shape(
+        data[f"{group}/parent"],
+        data[f"{group}/end"] - data[f"{group}/start"],
+        data[f"{group}/sample_node"],
+        data[f"{group}/tokens"],
+    )
+    rows = [tree.token_ids[tree.path(i)][skip : skip + max_tokens] for i in range(tree.num_trajectories)]
+    return [row % (vocab - 2) + 2 for row in rows if len(row) > 1]

@@ -1,0 +1,86 @@
+"""The architecture, kept by tests: imports point one way, and planning needs no torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import harts_hf
+
+PACKAGE = Path(harts_hf.__file__).parent
+# cli -> trainers -> rollouts, runtime -> modeling -> kernels -> batch -> planner -> tree; errors are everybody's.
+RANK = {
+    "errors": 0,
+    "tree": 1,
+    "planner": 2,
+    "batch": 3,
+    "kernels": 4,
+    "modeling": 5,
+    "runtime": 6,
+    "rollouts": 6,
+    "trainers": 7,
+    "cli": 8,
+}
+NUMPY_ONLY = {"errors", "tree", "planner"}
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def part_of(module: str) -> str | None:
+    """The part of the package that a module name belongs to."""
+    pieces = module.split(".")
+    return pieces[1] if pieces[0] == "harts_hf" and len(pieces) > 1 else None
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Absolute names that a file imports anywhere in it, type-checking blocks included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_one_way(path: Path) -> None:
+    """A part imports parts below it only; rollouts and runtime stand side by side."""
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for module in imported_modules(path):
+        other = part_of(module)
+        if other in RANK and other != own:
+            assert RANK[other] < RANK[own], f"{own} imports {module}"
+    if own in NUMPY_ONLY:
+        heavy = {m.split(".")[0] for m in imported_modules(path)} & {"torch", "transformers", "trl", "accelerate"}
+        assert not heavy, f"{own} imports {heavy}"
+
+
+def test_every_part_is_ranked() -> None:
+    """A new folder has to take its place in the order."""
+    parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
+    assert parts <= set(RANK)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import harts_hf; harts_hf.RolloutTree; harts_hf.plan_window; harts_hf.min_linear_calls",
+        "from harts_hf.cli.main import main\ntry: main(['--help'])\nexcept SystemExit as e: assert not e.code",
+    ],
+    ids=["planning", "help"],
+)
+def test_needs_no_torch(code: str) -> None:
+    """Planning and the command line's help start without torch (a fresh process)."""
+    check = "\nimport sys\nassert not {'torch', 'transformers', 'trl'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code + check], check=True, capture_output=True)
+
+
+def test_public_names() -> None:
+    """Every name in __all__ resolves."""
+    for name in harts_hf.__all__:
+        assert getattr(harts_hf, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        harts_hf.nothing  # noqa: B018
