@@ -72,6 +72,10 @@ FAMILIES = {
     for family in (
         _kimi_delta("bailing_hybrid", "BailingHybrid"),
         _gated_delta("qwen3_5_text", "qwen3_5", "Qwen3_5"),
+        _gated_delta("qwen3_5_moe_text", "qwen3_5_moe", "Qwen3_5Moe"),
+        _gated_delta("qwen3_next", "qwen3_next", "Qwen3Next"),
+        _kimi_delta("kimi_linear", "KimiLinear"),
+        _gated_delta("olmo_hybrid", "olmo_hybrid", "OlmoHybrid"),
     )
 }
 

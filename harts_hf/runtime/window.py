@@ -1,6 +1,7 @@
 """A planned window: the tree of an update, its schedule, and its microbatches as tensors."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -17,12 +18,15 @@ class TreeWindow:
 
     Args:
         trajectories: 1-D integer arrays of token ids; at least one, none empty.
-        planner: limits; the defaults if None.
+        planner: limits; the defaults if None. Microbatches do not hand states over yet, so a cut computes its prefix
+            again whatever ``planner.handoff`` says.
         vocab_size: if given, token ids are checked against it.
 
     Attributes:
-        tree: the prefix tree of the trajectories.
+        rollout_tree: the prefix tree of the trajectories.
         schedule: the plan.
+        tree: the tree that the plan's rows refer to: ``rollout_tree``, or, where the plan shares nothing, every
+            trajectory on rows of its own.
 
     Raises:
         ValueError: no trajectory, an empty one, or token ids outside the vocabulary.
@@ -31,14 +35,16 @@ class TreeWindow:
     def __init__(
         self, trajectories: Sequence[ArrayLike], planner: PlannerConfig | None = None, *, vocab_size: int | None = None
     ) -> None:
-        self.tree = RolloutTree.from_trajectories(trajectories)
-        if vocab_size is not None and self.tree.token_ids.max() >= vocab_size:
-            token = int(self.tree.token_ids.max())
-            index = next(i for i in range(len(trajectories)) if token in self.tree.token_ids[self.tree.path(i)])
+        tree = RolloutTree.from_trajectories(trajectories)
+        if vocab_size is not None and tree.token_ids.max() >= vocab_size:
+            token = int(tree.token_ids.max())
+            index = next(i for i in range(tree.num_trajectories) if token in tree.token_ids[tree.path(i)])
             raise ValueError(
                 f"expected token ids below the vocabulary size {vocab_size}, got {token} in trajectory {index}"
             )
-        self.schedule: Schedule = plan_window(self.tree, planner or PlannerConfig(handoff=False))
+        self.rollout_tree = tree
+        self.schedule: Schedule = plan_window(tree, replace(planner or PlannerConfig(), handoff=False))
+        self.tree = self.schedule.tree
 
     @cached_property
     def batches(self) -> list[TreeBatch]:

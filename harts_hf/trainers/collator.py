@@ -20,7 +20,7 @@ class TreeDataCollator:
         vocab_size: if given, token ids are checked against it.
     """
 
-    planner: PlannerConfig = field(default_factory=lambda: PlannerConfig(handoff=False))
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
     vocab_size: int | None = None
 
     def __call__(self, features: Sequence[Any]) -> TreeWindow:

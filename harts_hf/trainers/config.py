@@ -51,7 +51,7 @@ class TreeOptions:
             ValueError: an option that no plan can meet.
         """
         return PlannerConfig(
-            max_tokens_per_microbatch=self.tree_max_tokens_per_microbatch, sharing=self.tree_sharing, handoff=False
+            max_tokens_per_microbatch=self.tree_max_tokens_per_microbatch, sharing=self.tree_sharing
         )
 
     def check_tree_options(self) -> None:

@@ -136,8 +136,8 @@ class TreeStep(_BaseTrainer):
 
     def _log_window(self, window: TreeWindow, difference: float) -> None:
         schedule = window.schedule
-        self._log_tree("sharing_ratio", window.tree.sharing_ratio)
-        self._log_tree("expanded_tokens", window.tree.num_expanded_tokens)
+        self._log_tree("sharing_ratio", window.rollout_tree.sharing_ratio)
+        self._log_tree("expanded_tokens", window.rollout_tree.num_expanded_tokens)
         self._log_tree("forward_tokens", schedule.forward_tokens)
         self._log_tree("backward_tokens", schedule.backward_tokens)
         self._log_tree("replay_tokens", schedule.replay_tokens)

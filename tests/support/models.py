@@ -25,6 +25,12 @@ _GDN = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
+_SOFTMAX_MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 _LAYERS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _CONFIGS = {
     "bailing_hybrid": {
@@ -40,7 +46,29 @@ _CONFIGS = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     },
+    "kimi_linear": {
+        **_COMMON,
+        **{key: value for key, value in _MLA.items() if key != "q_lora_rank"},
+        **_LAYERS,
+        "linear_head_dim": 8,
+        "linear_num_heads": 2,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "olmo_hybrid": {
+        **_COMMON,
+        **_GDN,
+        **_LAYERS,
+        "intermediate_size": 48,
+        "linear_num_key_heads": 4,
+        "linear_allow_neg_eigval": True,
+    },
+    "qwen3_5_moe_text": {**_COMMON, **_GDN, **_LAYERS, **_SOFTMAX_MOE},
     "qwen3_5_text": {**_COMMON, **_GDN, **_LAYERS, "intermediate_size": 48},
+    "qwen3_next": {**_COMMON, **_GDN, **_LAYERS, **_SOFTMAX_MOE, "intermediate_size": 48},
 }
 FAMILIES = sorted(_CONFIGS)
 

@@ -16,7 +16,7 @@ from harts_hf.modeling.families import family_of
 class _WideTorch(ModuleType):
     """``torch`` with ``float32`` meaning float64, to stand in a modeling module's globals."""
 
-    float32 = torch.float64
+    float32 = float = torch.float64
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -71,12 +71,17 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_gradients_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float) -> None:
-    """DESIGN 11: each entry within ``relative * max(|g|, 1e-3 * median |g|)``, the median over the entries not 0."""
+    """DESIGN 11: each entry within ``relative * max(|g|, 1e-3 * median |g|)``, the median over the entries not 0.
+
+    Entries that are 0 in exact arithmetic (a router's unselected experts) hold the rounding of the large ones, a few
+    1e-16 of them: 1e-13 of the largest entry is allowed on top.
+    """
     assert got.keys() == expected.keys()
     for name, reference in expected.items():
         touched = reference[reference != 0].abs()
-        floor = 1e-3 * touched.median() if touched.numel() else torch.zeros((), dtype=reference.dtype)
-        allowed = relative * torch.maximum(reference.abs(), floor)
-        excess = ((got[name] - reference).abs() - allowed).max().item()
-        worst = ((got[name] - reference).abs() / torch.maximum(reference.abs(), floor).clamp(min=1e-300)).max().item()
-        assert excess <= 0, f"{name}: relative error {worst:.2e} above {relative:.0e}"
+        if not touched.numel():
+            assert not got[name].any(), f"{name}: a gradient where there is none"
+            continue
+        allowed = relative * torch.maximum(reference.abs(), 1e-3 * touched.median()) + 1e-13 * touched.max()
+        worst = ((got[name] - reference).abs() / allowed).max().item()
+        assert worst <= 1, f"{name}: an error of {worst:.2e} times what is allowed"
