@@ -1,124 +1,222 @@
 """What a planner decides: microbatches and the order of their forwards and backwards (NumPy only)."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
-from harts_hf.planner.chunks import build_chunk_tree
+from harts_hf.planner.accounting import ChunkEnds, Exports, Measure, measure
 from harts_hf.planner.config import PlannerConfig
-from harts_hf.planner.linear_calls import decompose_chains
-from harts_hf.tree import IntArray, RolloutTree
-
-Op = tuple[str, int]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Microbatch:
-    """Rows of a tree that run in one model forward.
-
-    Attributes:
-        id: its place in ``Schedule.microbatches``.
-        rows: ``[n]`` rows of the tree that the network computes here, ascending (so in preorder).
-        owned: ``[n]`` bool, whether this microbatch is the owner of the row: it scores the row's labels (the tokens
-            that stand directly below the row) and counts the row in statistics. A row that is not owned is a prefix
-            computed again. Over all microbatches every row of the tree is owned exactly once.
-        prefix: ``[p]`` rows that are not computed here but read from the handoff of ``trunks``, ascending; together
-            with ``rows`` they are closed under ``parent``.
-        trunks: ids of the microbatches whose states are read, the outermost first.
-        rank: the rank that runs it.
-    """
-
-    id: int
-    rows: IntArray
-    owned: np.ndarray
-    prefix: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    trunks: tuple[int, ...] = ()
-    rank: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        """Network rows."""
-        return len(self.rows)
+from harts_hf.planner.cost import CostModel
+from harts_hf.planner.execution import DUMMY, Op, align, graph_tokens, handoff_lives, peak_of_lives
+from harts_hf.planner.microbatch import Microbatch
+from harts_hf.tree import RolloutTree
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule:
     """Microbatches and, per rank, the order of their forwards and backwards.
 
+    Token counts are network rows summed over all ranks; peaks are of the worst rank.
+
     Attributes:
         tree: the forest that all row numbers refer to: the given trees one after another, or, where nothing is shared,
             every trajectory on rows of its own. Trajectories keep their numbers, so read ``schedule.tree.path(i)``.
-        microbatches: by id.
+        microbatches: by id; those of a rank stand together, trunks before dependents.
         config: what was asked for.
         execution: "replay", "nested" or "keep".
-        oversized: ids of microbatches over ``config.max_tokens_per_microbatch`` (a single trajectory longer than it).
+        rank_ops: per rank, its ops without dummies.
+        decision: what was chosen and why, a sentence or two.
     """
 
     tree: RolloutTree
     microbatches: tuple[Microbatch, ...]
     config: PlannerConfig
-    execution: str = "replay"
-    oversized: tuple[int, ...] = ()
+    execution: str
+    rank_ops: tuple[tuple[Op, ...], ...]
+    decision: str = ""
 
-    def ops(self, rank: int = 0) -> list[Op]:
+    def ops(self, rank: int = 0, *, dummies: bool = True) -> list[Op]:
         """The ops of a rank in order: ("S" no-grad forward | "F" forward | "B" backward, microbatch id).
+
+        Args:
+            rank: which rank.
+            dummies: whether to fill in dummy microbatches (id -1: one token, zero weight) so that all ranks run equal
+                strings of kinds, as FSDP2, ZeRO-2 and ZeRO-3 need; DDP and ZeRO-1 need none. A dummy ``B`` belongs to
+                the latest open dummy ``F``.
 
         Raises:
             ValueError: no such rank.
         """
         if not 0 <= rank < self.config.world_size:
             raise ValueError(f"expected rank in [0, {self.config.world_size}), got {rank}")
-        own = [microbatch.id for microbatch in self.microbatches if microbatch.rank == rank]
-        return [("S", i) for i in own] + [op for i in reversed(own) for op in (("F", i), ("B", i))]
+        return list(self._aligned[rank] if dummies else self.rank_ops[rank])
+
+    @cached_property
+    def _aligned(self) -> list[list[Op]]:
+        return align(self.rank_ops)
+
+    @property
+    def cost(self) -> CostModel:
+        """The cost model that the plan was made with."""
+        return self.config.cost or CostModel()
+
+    # ---- counts -------------------------------------------------------------------------------------------------
 
     @property
     def forward_tokens(self) -> int:
-        """Network rows of all gradient forwards (F), prefixes computed again included; the S pass is not counted."""
-        return sum(microbatch.num_rows for microbatch in self.microbatches)
+        """Rows of all forwards but the scoring pass: ``F``, and every ``S`` that is there to save memory.
+
+        Prefixes computed again are counted. In "replay" the first ``S`` of each microbatch is the scoring pass.
+        """
+        return self._tokens("SF") - self.scoring_tokens
 
     @property
     def backward_tokens(self) -> int:
-        """Network rows of all backwards."""
+        """Rows of all backwards."""
+        return self._tokens("B")
+
+    @property
+    def scoring_tokens(self) -> int:
+        """Rows of the scoring pass: the first ``S`` of each microbatch in "replay", none otherwise."""
+        if self.execution != "replay":
+            return 0
         return sum(microbatch.num_rows for microbatch in self.microbatches)
 
-    @cached_property
-    def _linear(self) -> tuple[int, int]:
-        replay = calls = 0
-        for microbatch in self.microbatches:
-            position = np.full(self.tree.num_tokens + 1, -1, np.int64)
-            position[microbatch.rows] = np.arange(microbatch.num_rows)
-            rows = microbatch.rows
-            chunks = build_chunk_tree(position[self.tree.parent[rows]], self.tree.depth[rows], self.config.chunk_size)
-            replay += chunks.replay_rows
-            calls = max(calls, decompose_chains(chunks.parent).num_calls)
-        return replay, calls
+    def _tokens(self, kinds: str) -> int:
+        rows = [microbatch.num_rows for microbatch in self.microbatches]
+        return sum(rows[index] for ops in self.rank_ops for kind, index in ops if kind in kinds)
 
     @property
     def replay_tokens(self) -> int:
-        """Rows that linear layers process again because a branch lies inside a chunk."""
-        return self._linear[0]
+        """Rows that linear layers process beside the network rows of a pass, because chunks begin above branches."""
+        return sum(int(m.work.linear_rows - m.work.rows) for m in self.measures)
+
+    @property
+    def handoff_tokens(self) -> int:
+        """Rows of prefixes read from trunks, in one pass over all microbatches."""
+        return sum(microbatch.num_prefix for microbatch in self.microbatches)
 
     @property
     def linear_calls(self) -> int:
         """Sequential linear-attention calls of the microbatch that needs most."""
-        return self._linear[1]
+        return max(int(m.work.calls) for m in self.measures)
+
+    @cached_property
+    def peak_graph_tokens(self) -> int:
+        """Most rows whose graphs are alive at once on a rank."""
+        return max(max(graph_tokens(ops, self.microbatches), default=0) for ops in self.rank_ops)
+
+    @cached_property
+    def peak_handoff_tokens(self) -> int:
+        """Most handed rows alive at once on a rank."""
+        of = self.exports.of
+        return int(max(peak_of_lives(lives, of, lambda export: export.rows)[0] for lives in self.handoff_lives))
+
+    @cached_property
+    def peak_handoff_bytes(self) -> int:
+        """Most bytes of handed states alive at once on a rank, by the cost model's sizes."""
+        of = self.exports.of
+        return int(max(peak_of_lives(lives, of, lambda export: export.num_bytes)[0] for lives in self.handoff_lives))
+
+    @property
+    def oversized(self) -> tuple[int, ...]:
+        """Ids of microbatches over ``config.max_tokens_per_microbatch``: single trajectories longer than it."""
+        limit = self.config.max_tokens_per_microbatch
+        return tuple(microbatch.id for microbatch in self.microbatches if microbatch.num_rows > limit)
+
+    # ---- time and memory ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def measures(self) -> list[Measure]:
+        """What each microbatch does, by id."""
+        ends = ChunkEnds(self.tree, self.config.chunk_size)
+        return [measure(ends, microbatch, self.cost) for microbatch in self.microbatches]
+
+    @cached_property
+    def exports(self) -> Exports:
+        """What each trunk hands over."""
+        return Exports(self.microbatches, self.measures, self.cost)
+
+    @cached_property
+    def handoff_lives(self) -> list[list[tuple[int, int, int]]]:
+        """Per rank, when handed states are alive: (trunk id, first op, last op) in ``ops(rank, dummies=False)``.
+
+        A forward of a trunk makes its handoff; after the last op it can be freed.
+        """
+        return [handoff_lives(ops, self.microbatches) for ops in self.rank_ops]
+
+    def op_seconds(self, op: Op) -> float:
+        """Estimated time of an op; a dummy costs what a microbatch costs without work."""
+        kind, index = op
+        coefficients = self.cost.backward if kind == "B" else self.cost.forward
+        return coefficients.microbatches if index == DUMMY else coefficients.seconds(self.measures[index].work)
+
+    @cached_property
+    def estimated_seconds(self) -> float:
+        """Estimated time of the step: the sum over ops of the slowest rank's op."""
+        return sum(max(self.op_seconds(op) for op in ops) for ops in zip(*self._aligned, strict=True))
+
+    @property
+    def estimated_rank_seconds(self) -> list[float]:
+        """Estimated time of each rank's own ops."""
+        return [sum(self.op_seconds(op) for op in ops) for ops in self.rank_ops]
+
+    # ---- proof, text --------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Proves the invariants.
+        """Proves every invariant (docs/planner.md lists them).
 
         Raises:
             AssertionError: an invariant is broken.
         """
-        owned = np.zeros(self.tree.num_tokens, np.int64)
-        for index, microbatch in enumerate(self.microbatches):
-            assert microbatch.id == index and microbatch.num_rows > 0
-            assert (np.diff(microbatch.rows) > 0).all()
-            here = np.zeros(self.tree.num_tokens + 1, bool)
-            here[-1] = True
-            here[microbatch.rows] = here[microbatch.prefix] = True
-            assert here[self.tree.parent[microbatch.rows]].all()
-            owned[microbatch.rows[microbatch.owned]] += 1
-            over = microbatch.num_rows > self.config.max_tokens_per_microbatch
-            assert over == (index in self.oversized)
-        assert (owned == 1).all()
+        from harts_hf.planner.validation import validate_schedule
+
+        validate_schedule(self)
+
+    def to_json(self) -> str:
+        """The schedule as versioned JSON: the shape of its forest, limits, microbatches and ops."""
+        from harts_hf.planner.serialization import schedule_to_json
+
+        return schedule_to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str, tree: RolloutTree | None = None) -> "Schedule":
+        """The inverse of :meth:`to_json`.
+
+        Args:
+            text: what :meth:`to_json` gave.
+            tree: the forest, to have its tokens too; None rebuilds its shape.
+
+        Raises:
+            ValueError: another format or version, or a tree of another shape.
+        """
+        from harts_hf.planner.serialization import schedule_from_json
+
+        return schedule_from_json(text, tree)
+
+    def __str__(self) -> str:
+        tree, config = self.tree, self.config
+        lines = [
+            f"Schedule: {len(self.microbatches)} microbatches on {config.world_size} ranks, {self.execution}",
+            f"  tree       {tree.num_trajectories} trajectories, {tree.num_expanded_tokens:,} expanded, "
+            f"{tree.num_tokens:,} unique tokens ({tree.sharing_ratio:.2f}x)",
+            f"  tokens     forward {self.forward_tokens:,}, backward {self.backward_tokens:,}, "
+            f"scoring {self.scoring_tokens:,}, replay {self.replay_tokens:,}, handoff {self.handoff_tokens:,}",
+            f"  peaks      graph {self.peak_graph_tokens:,} tokens, handoff {self.peak_handoff_tokens:,} tokens "
+            f"({self.peak_handoff_bytes / 1e9:.2f} GB)",
+            f"  estimated  {self.estimated_seconds:.3f} s ({self.cost.source}), linear calls {self.linear_calls}",
+        ]
+        if self.oversized:
+            lines.append(f"  oversized  {len(self.oversized)} microbatches of one long trajectory each")
+        if self.decision:
+            lines.append(f"  decision   {self.decision}")
+        for rank in range(config.world_size):
+            lines.append(f"  rank {rank}: {_shorten(self.ops(rank))}")
+        return "\n".join(lines)
+
+
+def _shorten(ops: Sequence[Op], limit: int = 24) -> str:
+    words = [f"{kind}{'-' if index == DUMMY else index}" for kind, index in ops]
+    if len(words) <= limit:
+        return " ".join(words)
+    return " ".join([*words[: limit // 2], f"... {len(words) - limit} more ...", *words[-limit // 2 :]])

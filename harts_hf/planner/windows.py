@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from harts_hf.planner.config import PlannerConfig
+from harts_hf.planner.cost import CostModel
 from harts_hf.planner.forest import concatenate_trees, expand_tree
-from harts_hf.planner.microbatches import cut_with_recompute
+from harts_hf.planner.refine import best_schedule
 from harts_hf.planner.schedule import Schedule
 from harts_hf.tree import RolloutTree
 
@@ -21,19 +22,43 @@ def plan_window(trees: RolloutTree | Sequence[RolloutTree], config: PlannerConfi
         The schedule. Its rows are those of ``schedule.tree``.
 
     Raises:
-        ValueError: no tree.
-        NotImplementedError: a setting that is not supported yet.
+        ValueError: no tree; or limits under which no schedule was found (the message names the smallest that works).
+
+    Complexity: O(N) NumPy work and O(S log S) Python steps for S segments, a constant number of times.
     """
     config = config or PlannerConfig()
-    if config.handoff:
-        raise NotImplementedError("states handed over between microbatches; set handoff=False")
-    if config.world_size > 1:
-        raise NotImplementedError("world_size above 1")
-    if config.execution not in ("auto", "replay"):
-        raise NotImplementedError(f"execution={config.execution!r}")
     tree = trees if isinstance(trees, RolloutTree) else concatenate_trees(list(trees))
     if config.sharing == "never":
-        tree = expand_tree(tree)
-    microbatches = cut_with_recompute(tree, max_rows=config.max_tokens_per_microbatch)
-    oversized = tuple(m.id for m in microbatches if m.num_rows > config.max_tokens_per_microbatch)
-    return Schedule(tree=tree, microbatches=tuple(microbatches), config=config, oversized=oversized)
+        return _decided(best_schedule(expand_tree(tree), config), "shares nothing, as asked for")
+    shared = best_schedule(tree, config)
+    if config.sharing == "always":
+        return _decided(shared, "shares all prefixes, as asked for")
+    if tree.num_expanded_tokens == tree.num_tokens:
+        return _decided(shared, "nothing to share")
+    bound = no_sharing_bound(tree, config, shared.execution)
+    if shared.estimated_seconds <= bound:
+        return _decided(
+            shared, f"shares: estimated {shared.estimated_seconds:.3g} s, without sharing at least {bound:.3g} s"
+        )
+    alone = best_schedule(expand_tree(tree), config)
+    times = f"estimated {shared.estimated_seconds:.3g} s with sharing, {alone.estimated_seconds:.3g} s without"
+    if shared.estimated_seconds <= alone.estimated_seconds:
+        return _decided(shared, f"shares: {times}")
+    return _decided(alone, f"does not share: {times}")
+
+
+def no_sharing_bound(tree: RolloutTree, config: PlannerConfig, execution: str) -> float:
+    """A lower bound on the estimated seconds of any schedule that gives every trajectory rows of its own."""
+    step = (config.cost or CostModel()).step(forwards=2 if execution == "replay" else 1)
+    lengths = tree.trajectory_lengths
+    rows = int(lengths.sum())
+    pairs = int((lengths * (lengths + 1) // 2).sum())
+    microbatches = -(-rows // config.max_tokens_per_microbatch)
+    total = (step.rows + step.linear_rows) * rows + step.pairs * pairs
+    return (total + (step.microbatches + step.calls) * microbatches) / config.world_size
+
+
+def _decided(schedule: Schedule, decision: str) -> Schedule:
+    # Not dataclasses.replace: what has been measured is kept.
+    object.__setattr__(schedule, "decision", decision)
+    return schedule

@@ -1,0 +1,178 @@
+"""What a microbatch costs: a linear model of its work, with coefficients of a machine (NumPy only).
+
+The defaults describe Ling-3.0-tiny (1.3 B active, 18 KDA + 6 MLA layers, bf16) on an H200: rows from 2.6 GFLOP each at
+about 500 TFLOP/s, pairs from the measured 37.3 ms of the attention table in docs/planner.md, bytes from the layers'
+shapes. `harts bench --fit-cost` fits them to a machine and a model; the file that it writes is read by
+:meth:`CostModel.load` and given as ``PlannerConfig(cost=...)``. Nothing is read from anywhere else, so that every rank
+plans with what it was given.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+FORMAT = "harts_hf.cost"
+VERSION = 1
+FEATURES = ("rows", "linear_rows", "pairs", "calls", "handoff_bytes", "microbatches")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one microbatch does.
+
+    Attributes:
+        rows: network rows.
+        linear_rows: rows of the linear layers, replay included.
+        pairs: query-key pairs of full attention, handed keys included.
+        calls: sequential calls of the linear rule.
+        handoff_bytes: bytes of boundary states read.
+        microbatches: 1.
+    """
+
+    rows: float = 0
+    linear_rows: float = 0
+    pairs: float = 0
+    calls: float = 0
+    handoff_bytes: float = 0
+    microbatches: float = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coefficients:
+    """Seconds per unit of each kind of work, in one direction."""
+
+    rows: float
+    linear_rows: float
+    pairs: float
+    calls: float
+    handoff_bytes: float
+    microbatches: float
+
+    def seconds(self, work: Work) -> float:
+        """Time of one pass over ``work``."""
+        return float(sum(getattr(self, name) * getattr(work, name) for name in FEATURES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Seconds of the ops of a schedule and bytes of boundary states.
+
+    Attributes:
+        forward: of the ops S and F.
+        backward: of the op B.
+        handoff_bytes_per_row: of one handed row, all full-attention layers, gradient included.
+        handoff_bytes_per_state: of one boundary of all linear layers: state, replayed rows, gradients.
+        source: where the coefficients come from.
+    """
+
+    forward: Coefficients = Coefficients(
+        rows=3.3e-6, linear_rows=0.9e-6, pairs=0.125e-9, calls=0.5e-3, handoff_bytes=1e-12, microbatches=3e-3
+    )
+    backward: Coefficients = Coefficients(
+        rows=6.6e-6, linear_rows=2.4e-6, pairs=0.315e-9, calls=1e-3, handoff_bytes=3e-12, microbatches=6e-3
+    )
+    handoff_bytes_per_row: float = 20_736
+    handoff_bytes_per_state: float = 56e6
+    source: str = "default: Ling-3.0-tiny on an H200"
+
+    def seconds(self, kind: str, work: Work) -> float:
+        """Time of op ``kind`` ("S", "F" or "B") on ``work``."""
+        return (self.backward if kind == "B" else self.forward).seconds(work)
+
+    def step(self, forwards: int = 2) -> Coefficients:
+        """Coefficients of ``forwards`` forwards and one backward together."""
+        return Coefficients(**{n: forwards * getattr(self.forward, n) + getattr(self.backward, n) for n in FEATURES})
+
+    def to_json(self) -> str:
+        """The model as versioned JSON."""
+        content = {f.name: getattr(self, f.name) for f in fields(self)}
+        for direction in ("forward", "backward"):
+            content[direction] = {name: getattr(content[direction], name) for name in FEATURES}
+        return json.dumps({"format": FORMAT, "version": VERSION, **content}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "CostModel":
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: another format or version, a missing or unknown key, a bad coefficient.
+        """
+        content = json.loads(text)
+        if not isinstance(content, dict) or (content.pop("format", None), content.pop("version", None)) != (
+            FORMAT,
+            VERSION,
+        ):
+            raise ValueError(f"expected a cost model of format {FORMAT!r}, version {VERSION}")
+        expected = {f.name for f in fields(cls)}
+        if set(content) != expected:
+            raise ValueError(f"expected the keys {sorted(expected)} in a cost model, got {sorted(content)}")
+        for direction in ("forward", "backward"):
+            values = content[direction]
+            if not isinstance(values, dict) or set(values) != set(FEATURES):
+                raise ValueError(f"expected the coefficients {', '.join(FEATURES)} in {direction}, got {values}")
+            if not all(isinstance(v, int | float) and 0 <= v < float("inf") for v in values.values()):
+                raise ValueError(f"expected coefficients of at least 0 in {direction}, got {values}")
+            content[direction] = Coefficients(**values)
+        return cls(**content)
+
+    def save(self, path: str | Path) -> None:
+        """Writes :meth:`to_json` to ``path``."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "CostModel":
+        """Reads what :meth:`save` wrote."""
+        return cls.from_json(Path(path).read_text())
+
+
+def fit_coefficients(works: Sequence[Work], seconds: Sequence[float]) -> Coefficients:
+    """Coefficients, none negative, that explain measured times with the smallest sum of squared relative errors.
+
+    Args:
+        works: at least one a coefficient, differing in every kind of work that is to be told apart.
+        seconds: measured time of each, above 0.
+
+    Raises:
+        ValueError: fewer measurements than coefficients, or a time that is not positive.
+    """
+    if len(works) != len(seconds) or len(works) < len(FEATURES):
+        raise ValueError(
+            f"expected a time for each of at least {len(FEATURES)} works, got {len(works)} and {len(seconds)}"
+        )
+    if not all(0 < value < float("inf") for value in seconds):
+        raise ValueError("expected times above 0")
+    table = np.array([[getattr(work, name) for name in FEATURES] for work in works], np.float64)
+    table /= np.asarray(seconds, np.float64)[:, None]
+    scale = np.abs(table).max(axis=0)
+    scale[scale == 0] = 1.0
+    solution = _nonnegative_least_squares(table / scale, np.ones(len(works))) / scale
+    return Coefficients(**dict(zip(FEATURES, solution.tolist(), strict=True)))
+
+
+def _nonnegative_least_squares(table: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23."""
+    count = table.shape[1]
+    solution, passive = np.zeros(count), np.zeros(count, bool)
+    for _ in range(10 * count):
+        gradient = table.T @ (target - table @ solution)
+        gradient[passive] = -np.inf
+        if passive.all() or gradient.max() <= 1e-10:
+            break
+        passive[int(gradient.argmax())] = True
+        while True:
+            trial = np.zeros(count)
+            trial[passive] = np.linalg.lstsq(table[:, passive], target, rcond=None)[0]
+            if (trial[passive] > 0).all():
+                break
+            blocked = passive & (trial <= 0)
+            step = float((solution[blocked] / (solution[blocked] - trial[blocked])).min())
+            solution = solution + step * (trial - solution)
+            passive &= solution > 1e-15
+            if not passive.any():
+                break
+        solution = trial
+    return solution

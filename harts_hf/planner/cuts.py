@@ -1,0 +1,152 @@
+"""Level 1: cuts a rank's walk into pieces, each a microbatch (NumPy only)."""
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from harts_hf.planner.cost import Coefficients
+from harts_hf.planner.traversal import CutTable, Traversal
+
+# A cut moves back at most this many chunks to lie on a chunk boundary or below a leaf.
+ALIGN_WITHIN_CHUNKS = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """The places ``[start, stop)`` of a walk, and how many rows above ``start`` are computed again (all or none)."""
+
+    start: int
+    stop: int
+    again: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Network rows."""
+        return self.stop - self.start + self.again
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceLimits:
+    """What a piece may hold.
+
+    Attributes:
+        rows: network rows.
+        linear_rows: rows of the linear layers, or None.
+        recompute_below: a prefix of fewer rows than this is computed again instead of read from trunks.
+    """
+
+    rows: int
+    linear_rows: int | None = None
+    recompute_below: int = 0
+
+
+def cut_greedily(
+    table: CutTable, limits: PieceLimits, *, chunk_size: int, step: Coefficients, seconds: float = np.inf
+) -> list[Piece]:
+    """The fewest pieces within ``limits`` whose rows take at most ``seconds`` each, front to back.
+
+    A piece of one chunk is always allowed, however long it takes. Complexity: O(P log K) for P pieces of K cuts.
+    """
+    place, times, last = table.lists.place, table.lists.seconds, len(table.place) - 1
+    pieces, at = [], 0
+    while at < last:
+        above = table.lists.above[at]
+        again = above if above < limits.recompute_below and above + chunk_size <= limits.rows else 0
+        stop = bisect_right(place, place[at] + limits.rows - again, at) - 1
+        if seconds < np.inf:
+            budget = times[at] + seconds - prefix_seconds(again, step, chunk_size)
+            stop = min(stop, bisect_right(times, budget, at) - 1)
+        if limits.linear_rows is not None:
+            room = int(table.linear[at]) + limits.linear_rows - again // chunk_size * chunk_size
+            stop = min(stop, bisect_right(table.lists.with_partial, room, at) - 1)
+        stop = _aligned(table, at, max(stop, at + 1), chunk_size)
+        pieces.append(Piece(start=place[at], stop=place[stop], again=again))
+        at = stop
+    return pieces
+
+
+def _aligned(table: CutTable, at: int, stop: int, chunk_size: int) -> int:
+    """``stop`` or a cut shortly before it that leaves no chunk node unfinished."""
+    partial, place = table.lists.partial, table.lists.place
+    best = stop
+    while partial[best] and best - 1 > at and place[stop] - place[best - 1] <= ALIGN_WITHIN_CHUNKS * chunk_size:
+        best -= 1
+    return stop if partial[best] else best
+
+
+def prefix_seconds(rows: int, step: Coefficients, chunk_size: int) -> float:
+    """Time of computing a path of ``rows`` from its root."""
+    linear = rows // chunk_size * chunk_size
+    return step.rows * rows + step.linear_rows * linear + step.pairs * (rows * (rows + 1) // 2)
+
+
+def cut_evenly(
+    tables: Sequence[CutTable], limits: PieceLimits, count: int, *, chunk_size: int, step: Coefficients
+) -> list[list[Piece]] | None:
+    """At most ``count`` pieces a rank, the slowest piece as fast as the limits allow; None if ``count`` is too few.
+
+    Ranks move in lockstep, so equal pieces on all of them lose nothing. Complexity: a few greedy cuts.
+    """
+
+    def cut(seconds: float) -> list[list[Piece]]:
+        return [cut_greedily(t, limits, chunk_size=chunk_size, step=step, seconds=seconds) for t in tables]
+
+    longest = max(float(table.seconds[-1]) for table in tables)
+    best = cut(np.inf)
+    if any(len(pieces) > count for pieces in best):
+        return None
+    low, high = longest / count, longest / count
+    while True:  # the bound is nearly met if rows, not seconds, are what is even: look close to it first
+        pieces = cut(high)
+        if all(len(p) <= count for p in pieces):
+            best = pieces
+            break
+        low, high = high, high * 1.02
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        pieces = cut(middle)
+        if any(len(p) > count for p in pieces):
+            low = middle
+        else:
+            high, best = middle, pieces
+    return best
+
+
+def cut_whole_paths(walk: Traversal, max_rows: int) -> list[Piece]:
+    """Pieces of whole paths, every prefix computed again: the fewest network rows over runs of leaves.
+
+    A leaf whose path alone exceeds ``max_rows`` makes a piece of its own. Complexity: O(S).
+    """
+    leaves = np.flatnonzero(walk.is_leaf)
+    stops = walk.place[leaves + 1]
+    starts = np.append(0, stops[:-1])
+    above = walk.depth[np.append(0, leaves[:-1] + 1)]
+    runs = _best_runs(starts.tolist(), stops.tolist(), above.tolist(), max_rows)
+    return [Piece(start=int(starts[i]), stop=int(stops[j]), again=int(above[i])) for i, j in runs]
+
+
+def _best_runs(starts: list[int], stops: list[int], again: list[int], max_rows: int) -> list[tuple[int, int]]:
+    """Splits leaves into runs ``(first, last)`` of at most ``max_rows``, the sum of ``again[first]`` the smallest."""
+    best: list[int] = []  # best[j]: the smallest sum over the leaves 0..j
+    cut: list[int] = []
+    candidates: deque[tuple[int, int]] = deque()  # (first leaf, its sum), ascending in both
+    for last, stop in enumerate(stops):
+        total = (best[last - 1] if last else 0) + again[last]
+        while candidates and candidates[-1][1] > total:
+            candidates.pop()
+        candidates.append((last, total))
+        # A run shortens as its first leaf moves on, so runs that are too long stand at the front.
+        while len(candidates) > 1 and stop - starts[candidates[0][0]] + again[candidates[0][0]] > max_rows:
+            candidates.popleft()
+        first, total = candidates[0]
+        best.append(total)
+        cut.append(first)
+    runs = []
+    last = len(stops) - 1
+    while last >= 0:
+        runs.append((cut[last], last))
+        last = cut[last] - 1
+    return runs[::-1]

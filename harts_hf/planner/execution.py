@@ -1,0 +1,170 @@
+"""The order of forwards and backwards of a rank, and equal strings of them over ranks (NumPy only)."""
+
+from collections.abc import Callable, Sequence
+
+from harts_hf.planner.accounting import Export
+from harts_hf.planner.microbatch import Microbatch
+
+Op = tuple[str, int]
+DUMMY = -1
+
+
+def replay_ops(microbatches: Sequence[Microbatch], again: frozenset[int] = frozenset()) -> list[Op]:
+    """``S`` of all, trunks first, then ``F B`` of each, dependents first.
+
+    Args:
+        microbatches: of one rank, trunks before dependents.
+        again: ids of trunks whose handoff is dropped after the ``S`` pass and made again by a second ``S``.
+    """
+    by_id = {microbatch.id: microbatch for microbatch in microbatches}
+    ops: list[Op] = [("S", microbatch.id) for microbatch in microbatches]
+    missing = set(again)
+    for microbatch in reversed(microbatches):
+        needed = sorted(_open_trunks(microbatch, by_id) & missing)
+        ops += [("S", trunk) for trunk in needed]
+        missing -= set(needed)
+        ops += [("F", microbatch.id), ("B", microbatch.id)]
+    return ops
+
+
+def _open_trunks(microbatch: Microbatch, by_id: dict[int, Microbatch]) -> set[int]:
+    """Trunks of a microbatch and the trunks that those read, all the way up."""
+    found: set[int] = set()
+    queue = list(microbatch.trunks)
+    while queue:
+        trunk = queue.pop()
+        if trunk not in found:
+            found.add(trunk)
+            queue += by_id[trunk].trunks
+    return found
+
+
+def nested_ops(microbatches: Sequence[Microbatch], dropped: frozenset[int] = frozenset()) -> list[Op]:
+    """Trunk ``F``, its dependents' ``F B``, trunk ``B``.
+
+    Args:
+        microbatches: of one rank, trunks before dependents.
+        dropped: ids of trunks whose graph does not stay: ``S`` for the handoff, ``F B`` after the dependents.
+    """
+    last_reader = {trunk: microbatch.id for microbatch in microbatches for trunk in microbatch.trunks}
+    ops: list[Op] = []
+    stack: list[int] = []
+
+    def close() -> None:
+        trunk = stack.pop()
+        ops.extend([("F", trunk), ("B", trunk)] if trunk in dropped else [("B", trunk)])
+
+    for microbatch in microbatches:
+        while stack and last_reader.get(stack[-1], -1) < microbatch.id:
+            close()
+        ops.append(("S" if microbatch.id in dropped else "F", microbatch.id))
+        stack.append(microbatch.id)
+    while stack:
+        close()
+    return ops
+
+
+def keep_ops(microbatches: Sequence[Microbatch]) -> list[Op]:
+    """``F`` of all, then ``B`` of all in reverse."""
+    ids = [microbatch.id for microbatch in microbatches]
+    return [("F", i) for i in ids] + [("B", i) for i in reversed(ids)]
+
+
+def graph_tokens(ops: Sequence[Op], microbatches: Sequence[Microbatch]) -> list[int]:
+    """Network rows whose graphs are alive while each op runs (a dummy's one row is not counted)."""
+    alive, series = 0, []
+    for kind, index in ops:
+        rows = microbatches[index].num_rows if index != DUMMY else 0
+        alive += rows if kind == "F" else 0
+        series.append(alive)
+        alive -= rows if kind == "B" else 0
+    return series
+
+
+def handoff_lives(ops: Sequence[Op], microbatches: Sequence[Microbatch]) -> list[tuple[int, int, int]]:
+    """When handed states are alive: ``(trunk id, first op, last op)``, both included.
+
+    A forward of a trunk makes its handoff; the latest one counts. It lives until the last op that reads it, and, once
+    a dependent's backward has put gradients there, until the trunk's own backward. A forward that nobody reads (the
+    ``F`` just before the trunk's ``B``) makes none.
+    """
+    made: dict[int, int] = {}
+    last: dict[int, int] = {}
+    holds_gradient: set[int] = set()
+    lives = []
+
+    def end(trunk: int) -> None:
+        if trunk in last:
+            lives.append((trunk, made[trunk], last.pop(trunk)))
+
+    for time, (kind, index) in enumerate(ops):
+        if index == DUMMY:
+            continue
+        for trunk in microbatches[index].trunks:
+            last[trunk] = time
+            if kind == "B":
+                holds_gradient.add(trunk)
+        if kind == "B":
+            if index in holds_gradient:
+                last[index] = time
+            end(index)
+        elif index not in holds_gradient:
+            end(index)
+            made[index] = time
+    for trunk in list(last):
+        end(trunk)
+    return sorted(lives)
+
+
+def peak_of_lives(
+    lives: Sequence[tuple[int, int, int]], exports: dict[int, Export], size: Callable[[Export], float]
+) -> tuple[float, int]:
+    """The largest sum of ``size`` alive at once, and the op where it is reached (0 if nothing is handed over)."""
+    change: dict[int, float] = {}
+    for trunk, first, last in lives:
+        change[first] = change.get(first, 0) + size(exports[trunk])
+        change[last + 1] = change.get(last + 1, 0) - size(exports[trunk])
+    alive, peak, place = 0.0, 0.0, 0
+    for time in sorted(change):
+        alive += change[time]
+        if alive > peak:
+            peak, place = alive, time
+    return peak, place
+
+
+def align(rank_ops: Sequence[Sequence[Op]]) -> list[list[Op]]:
+    """Ops of all ranks as strings of equal kinds, dummies filled in.
+
+    At every place the ranks whose next op is of the chosen kind run it, and the others run a dummy. ``S`` goes first;
+    then ``B`` if every rank can run one (its own next op, or a dummy that is open) and more ranks want it than ``F``;
+    then ``F``. All ranks always have equally many open graphs, dummies counted, so if no rank wants a forward, a rank
+    that does not want ``B`` has finished and has an open dummy: the string can always go on. Dummies that are open
+    at the end are closed by dummy ``B``.
+    """
+    place = [0] * len(rank_ops)
+    open_dummies = [0] * len(rank_ops)
+    aligned: list[list[Op]] = [[] for _ in rank_ops]
+
+    def append(kind: str, heads: Sequence[str]) -> None:
+        for rank, head in enumerate(heads):
+            if head == kind:
+                aligned[rank].append(rank_ops[rank][place[rank]])
+                place[rank] += 1
+            else:
+                aligned[rank].append((kind, DUMMY))
+                open_dummies[rank] += {"S": 0, "F": 1, "B": -1}[kind]
+
+    while True:
+        heads = [ops[place[rank]][0] if place[rank] < len(ops) else "" for rank, ops in enumerate(rank_ops)]
+        if not any(heads):
+            break
+        can_close = all(head == "B" or open_dummies[rank] for rank, head in enumerate(heads))
+        if "S" in heads:
+            append("S", heads)
+        elif "F" in heads and not (can_close and heads.count("B") > heads.count("F")):
+            append("F", heads)
+        else:
+            append("B", heads)
+    for _ in range(open_dummies[0] if rank_ops else 0):
+        append("B", [""] * len(rank_ops))
+    return aligned

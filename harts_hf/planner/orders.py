@@ -1,0 +1,123 @@
+"""Orders of a rank's ops that stay within the limits of memory (NumPy only)."""
+
+from collections.abc import Sequence
+
+from harts_hf.planner.accounting import Export
+from harts_hf.planner.execution import (
+    Op,
+    graph_tokens,
+    handoff_lives,
+    keep_ops,
+    nested_ops,
+    peak_of_lives,
+    replay_ops,
+)
+from harts_hf.planner.microbatch import Microbatch
+
+
+class LimitError(ValueError):
+    """No order of these microbatches meets a limit.
+
+    Attributes:
+        setting: name of the limit in :class:`PlannerConfig`.
+        smallest: the smallest value that these microbatches could meet.
+    """
+
+    def __init__(self, setting: str, smallest: int) -> None:
+        super().__init__(f"expected {setting} of at least {smallest}")
+        self.setting, self.smallest = setting, smallest
+
+
+def order_ops(
+    own: Sequence[Microbatch],
+    all_microbatches: Sequence[Microbatch],
+    exports: dict[int, Export],
+    *,
+    execution: str,
+    max_graph_tokens: int | None,
+    max_handoff_bytes: int | None,
+) -> list[Op]:
+    """Ops of one rank within the limits, with as few extra forwards as the greedy choices below find.
+
+    Args:
+        own: the rank's microbatches, trunks before dependents.
+        all_microbatches: by id.
+        exports: what each trunk hands over.
+        execution: "replay", "nested" or "keep".
+        max_graph_tokens: see :class:`PlannerConfig`.
+        max_handoff_bytes: see :class:`PlannerConfig`.
+
+    Raises:
+        LimitError: a limit that no order of these microbatches meets.
+    """
+    if not own:
+        return []
+    if execution == "nested":
+        ops = _nested_within(own, all_microbatches, max_graph_tokens)
+    elif execution == "keep":
+        ops = keep_ops(own)
+    else:
+        ops = _replay_within(own, all_microbatches, exports, max_handoff_bytes)
+    graphs = max(graph_tokens(ops, all_microbatches))
+    if max_graph_tokens is not None and graphs > max_graph_tokens:
+        raise LimitError("max_graph_tokens", graphs)
+    if max_handoff_bytes is not None:
+        peak, _ = peak_of_lives(handoff_lives(ops, all_microbatches), exports, lambda export: export.num_bytes)
+        if peak > max_handoff_bytes:
+            raise LimitError("max_handoff_bytes", int(-(-peak // 1)))
+    return ops
+
+
+def _nested_within(own: Sequence[Microbatch], all_microbatches: Sequence[Microbatch], limit: int | None) -> list[Op]:
+    """Drops graphs of open trunks, the outermost first, where too many are alive: those lie above most others."""
+    dropped: set[int] = set()
+    while True:
+        ops = nested_ops(own, frozenset(dropped))
+        if limit is None:
+            return ops
+        more: set[int] = set()
+        alive: list[int] = []
+        total = 0
+        for kind, index in ops:
+            rows = all_microbatches[index].num_rows
+            if kind == "F":
+                alive.append(index)
+                total += rows
+                # What is dropped here is gone from every later peak too.
+                excess = total - sum(all_microbatches[i].num_rows for i in more & set(alive)) - limit
+                for trunk in alive[:-1]:
+                    if excess <= 0:
+                        break
+                    if trunk not in more:
+                        more.add(trunk)
+                        excess -= all_microbatches[trunk].num_rows
+            elif kind == "B":
+                alive.remove(index)
+                total -= rows
+        if not more:
+            return ops
+        dropped |= more
+
+
+def _replay_within(
+    own: Sequence[Microbatch], all_microbatches: Sequence[Microbatch], exports: dict[int, Export], limit: int | None
+) -> list[Op]:
+    """Drops handed states after the scoring pass, most bytes a row first, and makes them again where needed."""
+    again: set[int] = set()
+    last_reader = {trunk: microbatch.id for microbatch in own for trunk in microbatch.trunks}
+    # States that the last microbatch reads are needed at once when the scoring pass ends.
+    droppable = [trunk for trunk, reader in last_reader.items() if reader != own[-1].id]
+    droppable.sort(key=lambda trunk: (-exports[trunk].num_bytes / all_microbatches[trunk].num_rows, trunk))
+    while True:
+        ops = replay_ops(own, frozenset(again))
+        if limit is None:
+            return ops
+        lives = handoff_lives(ops, all_microbatches)
+        peak, place = peak_of_lives(lives, exports, lambda export: export.num_bytes)
+        if peak <= limit:
+            return ops
+        alive = {trunk for trunk, first, last in lives if first <= place <= last}
+        more = next((trunk for trunk in droppable if trunk in alive and trunk not in again), None)
+        if more is None:
+            return ops
+        again.add(more)

@@ -1,0 +1,151 @@
+"""Level 2, placement: which rank computes which leaves (NumPy only).
+
+Activations never travel between ranks, so a rank computes the whole paths of its leaves; a prefix that two ranks need
+is computed on both. The leaves stand in an order in which the deepest child comes last; a run of leaves then costs the
+rows between its ends plus the path above its first leaf, which is short where the run is the early part of a spine.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from harts_hf.planner.cost import Coefficients
+from harts_hf.planner.cuts import prefix_seconds
+from harts_hf.planner.traversal import FloatArray, Traversal
+from harts_hf.tree import IntArray
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LeafTable:
+    """Costs of runs of leaves of a walk with ``L`` leaves.
+
+    Attributes:
+        before: ``[L + 1]`` estimated seconds of all rows of the walk before each leaf's own first row.
+        above: ``[L]`` estimated seconds of the path above each leaf's own first row.
+        root: ``[L]`` number of each leaf's root.
+    """
+
+    before: FloatArray
+    above: FloatArray
+    root: IntArray
+
+    @classmethod
+    def build(cls, walk: Traversal, *, chunk_size: int, step: Coefficients) -> "LeafTable":
+        """Of a walk, with the coefficients of a step."""
+        leaves = np.flatnonzero(walk.is_leaf)
+        first = np.append(0, leaves[:-1] + 1)  # the segment after the leaf before
+        stop = walk.depth + walk.length
+        pairs = (stop * (stop + 1) - walk.depth * (walk.depth + 1)) // 2
+        nodes = (stop // chunk_size - walk.depth // chunk_size) * chunk_size
+        nodes = nodes + np.where(walk.is_leaf, stop % chunk_size, 0)
+        seconds = step.rows * walk.length + step.pairs * pairs + step.linear_rows * nodes
+        before = np.append(0.0, np.cumsum(seconds))
+        above = [prefix_seconds(depth, step, chunk_size) for depth in walk.depth[first].tolist()]
+        return cls(before=before[np.append(first, walk.num_segments)], above=np.array(above), root=walk.root[first])
+
+    def run(self, start: int, stop: int) -> float:
+        """Seconds of the leaves ``[start, stop)`` alone on a rank."""
+        return float(self.before[stop] - self.before[start] + self.above[start])
+
+    def last_start(self, start: int, stop: int, seconds: float) -> int:
+        """The lowest first leaf of a run up to ``stop`` within ``seconds``; ``stop`` if not even one leaf fits."""
+        costs = self.before[stop] - self.before[start:stop] + self.above[start:stop]
+        fits = np.flatnonzero(costs <= seconds)  # costs fall: each leaf's path lies within the run before it
+        return start + int(fits[0]) if fits.size else stop
+
+    def first_stop(self, start: int, stop: int, seconds: float) -> int:
+        """The end of the longest run from ``start`` within ``seconds``."""
+        budget = seconds - self.above[start] + self.before[start]
+        return min(stop, int(np.searchsorted(self.before, budget * (1 + 1e-12), side="right")) - 1)
+
+
+Run = tuple[int, int]
+
+
+def place_runs(leaves: LeafTable, world_size: int, *, slack: float = 0.0) -> list[list[Run]]:
+    """Runs of leaves for each rank.
+
+    Searches the smallest time within which :func:`_pack` succeeds, then packs once more within ``1 + slack`` of it.
+    Complexity: O(log) packings.
+    """
+    starts = np.flatnonzero(np.append(True, leaves.root[1:] != leaves.root[:-1]))
+    roots = list(zip(starts.tolist(), np.append(starts[1:], len(leaves.root)).tolist(), strict=True))
+    path = leaves.above + np.diff(leaves.before)
+    low = max(float(leaves.before[-1]) / world_size, float(path.max()))
+    high = low
+    while (best := _pack(leaves, roots, world_size, high)) is None:
+        low, high = high, high * 1.05
+    while high - low > 2e-3 * high:
+        middle = (low + high) / 2
+        found = _pack(leaves, roots, world_size, middle)
+        if found is None:
+            low = middle
+        else:
+            high, best = middle, found
+    if slack:
+        best = _pack(leaves, roots, world_size, high * (1 + slack)) or best
+    return best
+
+
+def _pack(leaves: LeafTable, roots: list[Run], world_size: int, seconds: float) -> list[list[Run]] | None:
+    """Runs on ranks within ``seconds`` each, or None.
+
+    Trees that are too long for a rank are cut from their deep end. The largest run then goes to a rank that has room
+    (the fullest such rank, or the emptiest: both are tried); if none has, the early part of it fills the emptiest one.
+    """
+    queue = []
+    for start, stop in roots:
+        while leaves.run(start, stop) > seconds:
+            cut = leaves.last_start(start, stop, seconds)
+            if cut == stop:
+                return None
+            queue.append((cut, stop))
+            stop = cut
+        queue.append((start, stop))
+    queue.sort(key=lambda run: (-leaves.run(*run), run))
+    for fullest in (True, False):
+        found = _fill(leaves, list(queue), world_size, seconds, fullest)
+        if found is not None:
+            return found
+    return None
+
+
+def _fill(
+    leaves: LeafTable, queue: list[Run], world_size: int, seconds: float, fullest: bool
+) -> list[list[Run]] | None:
+    room = [seconds] * world_size
+    ranks: list[list[Run]] = [[] for _ in range(world_size)]
+    while queue:
+        start, stop = queue.pop(0)
+        need = leaves.run(start, stop)
+        emptiest = max(range(world_size), key=lambda rank: (room[rank], -rank))
+        fitting = [rank for rank in range(world_size) if room[rank] >= need - 1e-12 * seconds]
+        if fitting:
+            rank = min(fitting, key=lambda r: (room[r], r)) if fullest else emptiest
+            cut = stop
+        else:
+            rank = emptiest
+            cut = leaves.first_stop(start, stop, room[rank])
+            if cut <= start:
+                return None
+            rest = leaves.run(cut, stop)
+            place = next((i for i, run in enumerate(queue) if leaves.run(*run) < rest), len(queue))
+            queue.insert(place, (cut, stop))
+        room[rank] -= leaves.run(start, cut)
+        ranks[rank].append((start, cut))
+    return ranks
+
+
+def walks_of_runs(walk: Traversal, ranks: list[list[Run]]) -> list[Traversal]:
+    """The walk of each rank over the paths of its leaves; the first rank that computes a segment owns it."""
+    leaf_segments = np.flatnonzero(walk.is_leaf)
+    taken = np.zeros(walk.num_segments, bool)
+    walks = []
+    for runs in ranks:
+        leaves = np.zeros(walk.num_segments, bool)
+        for start, stop in runs:
+            leaves[leaf_segments[start:stop]] = True
+        part = walk.select(leaves, ~taken)
+        walks.append(part)
+        taken |= np.isin(walk.row, part.row, assume_unique=True)
+    return walks
