@@ -1,0 +1,64 @@
+"""Timing, memory and launches of GPU code, and what identifies a machine."""
+
+import importlib.metadata
+import os
+import statistics
+from collections.abc import Callable
+
+import torch
+
+
+def median_ms(run: Callable[[], object], repeats: int = 7, warmups: int = 2) -> float:
+    """Median of CUDA-event times; Python's own launch time counts where the GPU waits for it."""
+    for _ in range(warmups):
+        run()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Most memory that ``run`` held above what was allocated before it."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def kernels(run: Callable[[], object]) -> list[tuple[str, int, float]]:
+    """(name, launches, milliseconds) of each kernel of one run, slowest first."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    rows = [
+        (event.key, event.count, event.self_device_time_total / 1e3)
+        for event in profile.key_averages()
+        if event.self_device_time_total > 0
+    ]
+    return sorted(rows, key=lambda row: -row[2])
+
+
+def machine() -> dict[str, object]:
+    """Device, versions and commit for a result file."""
+    versions = {"torch": torch.__version__}
+    for package in ("triton", "fla-core", "flash-attn-4", "transformers"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": torch.cuda.get_device_name(),
+        "versions": versions,
+        "commit": os.environ.get("HARTS_COMMIT", "unknown"),
+    }

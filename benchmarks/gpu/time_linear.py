@@ -1,0 +1,189 @@
+"""Times linear-attention layers on trees against stock FLA on the expanded trajectories.
+
+    python time_linear.py PARITY.json SHAPES_FOLDER OUT.json [--kinds gdn-16/32 ...] [--layouts prompt-16K-0 ...]
+
+Efficiency is stage by stage: the baseline's time of the rule over the ratio of chunk nodes, plus its time of all else
+over the ratio of rows, divided by the tree's time. Refuses to run where the parity check beside it failed.
+"""
+
+import argparse
+import json
+import traceback
+from pathlib import Path
+
+import numpy as np
+import torch
+from layers import LinearLayer, Mixer, expanded_mixer, make_layer, tree_mixer
+from measure import kernels, machine, median_ms, peak_bytes
+from trees import Forest, fork_layout, layouts, shape_forest
+
+SHAPES = ("miniswe_b_drop", "tot_game24", "vmcts_dafny_bst", "nemo_qwen3think_b_drop")
+KINDS = ("gdn-16/32", "kda-32", "kda-16")
+MOST_TOKENS = 131072  # of a packed batch of the baseline
+SHAPE_ROWS = 32768
+SEED = 0
+
+
+def batches(lengths: np.ndarray) -> list[np.ndarray]:
+    """Trajectories packed in order into batches of at most MOST_TOKENS (longer ones alone)."""
+    result: list[list[int]] = [[]]
+    for length in lengths.tolist():
+        if result[-1] and sum(result[-1]) + length > MOST_TOKENS:
+            result.append([])
+        result[-1].append(length)
+    return [np.array(batch) for batch in result]
+
+
+def step(layer: LinearLayer, mixer: Mixer, tokens: int):
+    """A closure that runs the layer forward and backward on fixed random rows."""
+    hidden = layer.in_proj_qkv.in_features
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    leaves = [x, *layer.parameters()]
+    return lambda: torch.autograd.grad(layer(x, mixer), leaves, dy)
+
+
+def rule_step(layer: LinearLayer, mixer: Mixer, tokens: int):
+    """A closure that runs the rule alone, from the convolution's output on, forward and backward."""
+    with torch.no_grad():
+        x = torch.randn(tokens, layer.in_proj_qkv.in_features, device="cuda").bfloat16()
+        g, beta, _ = layer.gates(x)
+        mixed = torch.randn(tokens, layer.in_proj_qkv.out_features, device="cuda").bfloat16()
+    leaves = [mixed.requires_grad_(), g.detach().requires_grad_(), beta.detach().requires_grad_()]
+    dy = torch.randn(tokens, layer.value_heads, layer.dim, device="cuda").bfloat16()
+    rule = layer.rule(mixer)
+    return lambda: torch.autograd.grad(rule(*layer.split(mixed), *leaves[1:]), leaves, dy)
+
+
+def conv_step(layer: LinearLayer, mixer: Mixer, tokens: int):
+    """A closure that runs the convolution alone, forward and backward."""
+    x = torch.randn(tokens, layer.in_proj_qkv.out_features, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn_like(x)
+    return lambda: torch.autograd.grad(mixer.conv(x, layer.conv_weight), [x, layer.conv_weight], dy)
+
+
+def cu_seqlens(lengths: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([[0], lengths.cumsum()])).cuda()
+
+
+def time_baseline(layer: LinearLayer, forest: Forest) -> dict[str, float]:
+    """Milliseconds of the layer, the rule and the convolution, summed over batches; equal batches are timed once."""
+    total = {"layer": 0.0, "rule": 0.0, "conv": 0.0}
+    known: dict[tuple, dict[str, float]] = {}
+    for lengths in batches(forest.lengths):
+        key = tuple(lengths.tolist())
+        if key not in known:
+            mixer, tokens = expanded_mixer(cu_seqlens(lengths)), int(lengths.sum())
+            known[key] = {
+                name: median_ms(make(layer, mixer, tokens), 5)
+                for name, make in (("layer", step), ("rule", rule_step), ("conv", conv_step))
+            }
+        for name in total:
+            total[name] += known[key][name]
+    return total
+
+
+def measure(layer: LinearLayer, kind: str, name: str, forest: Forest) -> list[dict]:
+    linear, conv = forest.linear_tables().to("cuda"), forest.conv_table(4).to("cuda")
+    mixer, rows = tree_mixer(linear, conv), forest.num_rows
+    tree = median_ms(step(layer, mixer, rows))
+    rule = median_ms(rule_step(layer, mixer, rows))
+    tree_conv = median_ms(conv_step(layer, mixer, rows))
+    baseline = time_baseline(layer, forest)
+    ratio, chunk_ratio = forest.ratio, forest.expanded_chunks / linear.num_nodes
+    ideal = baseline["rule"] / chunk_ratio + (baseline["layer"] - baseline["rule"]) / ratio
+    memory = peak_bytes(step(layer, mixer, rows))
+    quarter = np.diff(np.linspace(0, rows, 5).astype(np.int64))
+    memory_baseline = peak_bytes(step(layer, expanded_mixer(cu_seqlens(quarter)), rows))
+    shared = {"layout": name, "kind": kind, "ratio": ratio, "chunk_ratio": chunk_ratio, "rows": rows}
+    result = [
+        {
+            "op": "linear",
+            **shared,
+            "tree_ms": tree,
+            "baseline_ms": baseline["layer"],
+            "speedup": baseline["layer"] / tree,
+            "efficiency": ideal / tree,
+            "rule_ms": rule,
+            "baseline_rule_ms": baseline["rule"],
+            "rule_efficiency": baseline["rule"] / chunk_ratio / rule,
+            "peak_bytes": memory,
+            "peak_bytes_baseline_on_unique": memory_baseline,
+        },
+        {
+            "op": "conv",
+            **shared,
+            "tree_ms": tree_conv,
+            "baseline_ms": baseline["conv"],
+            "speedup": baseline["conv"] / tree_conv,
+            "efficiency": baseline["conv"] / ratio / tree_conv,
+        },
+    ]
+    first = result[0]
+    print(
+        f"{kind:10} {name:24} ratio {ratio:5.2f}/{chunk_ratio:5.2f} tree {tree:7.2f} base {baseline['layer']:8.2f} "
+        f"speedup {first['speedup']:5.2f} eff {first['efficiency']:.3f} rule {rule:6.2f} eff "
+        f"{first['rule_efficiency']:.3f} conv {tree_conv:.2f} eff {result[1]['efficiency']:.3f} "
+        f"mem {memory / max(memory_baseline, 1):.2f}",
+        flush=True,
+    )
+    return result
+
+
+def launches(layer: LinearLayer) -> dict[str, int]:
+    """Kernels of one forward and backward with 8 and with 128 branches."""
+    counts = {}
+    for branches in (8, 128):
+        forest = fork_layout(4096 + 5, branches, 4096 // branches + 1)
+        mixer = tree_mixer(forest.linear_tables().to("cuda"), forest.conv_table(4).to("cuda"))
+        counts[str(branches)] = sum(count for _, count, _ in kernels(step(layer, mixer, forest.num_rows)))
+    return counts
+
+
+def show_kernels(layer: LinearLayer, forest: Forest, label: str) -> None:
+    mixer = tree_mixer(forest.linear_tables().to("cuda"), forest.conv_table(4).to("cuda"))
+    lengths = batches(forest.lengths)[0]
+    for name, run in (
+        ("tree", step(layer, mixer, forest.num_rows)),
+        ("baseline", step(layer, expanded_mixer(cu_seqlens(lengths)), int(lengths.sum()))),
+    ):
+        rows = kernels(run)
+        print(f"-- {label} {name}: {sum(r[2] for r in rows):.2f} ms, {sum(r[1] for r in rows)} launches", flush=True)
+        for key, count, ms in rows[:26]:
+            print(f"   {ms:7.3f} ms {count:4d} {key[:90]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parity", type=Path)
+    parser.add_argument("shapes", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--kinds", nargs="+", default=KINDS)
+    parser.add_argument("--layouts", nargs="+")
+    arguments = parser.parse_args()
+    parity = json.loads(arguments.parity.read_text()) if arguments.parity.exists() else {"passes": False}
+    if not parity["passes"]:
+        print("the parity check failed: figures below are for diagnosis, not for the record", flush=True)
+    out = arguments.out
+    forests = {**layouts(), **{name: shape_forest(arguments.shapes, name, SHAPE_ROWS) for name in SHAPES}}
+    chosen = {name: forests[name] for name in arguments.layouts or forests}
+    result = {**machine(), "seed": SEED, "parity_passes": parity["passes"], "rows": [], "launches": {}, "failures": {}}
+    for kind in arguments.kinds:
+        layer = make_layer(kind, seed=SEED)
+        for name, forest in chosen.items():
+            try:
+                result["rows"] += measure(layer, kind, name, forest)
+            except Exception:
+                result["failures"][f"{kind} {name}"] = traceback.format_exc()
+                print(kind, name, result["failures"][f"{kind} {name}"][-1500:], flush=True)
+            torch.cuda.empty_cache()
+            out.write_text(json.dumps(result, indent=1))
+        result["launches"][kind] = launches(layer)
+        print(kind, "launches by branches", result["launches"][kind], flush=True)
+        show_kernels(layer, forests["nested-16K-15/16"], f"{kind} nested-16K-15/16")
+        show_kernels(layer, forests["tot_game24"], f"{kind} tot_game24")
+        out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
