@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from torch.nn import functional as F
 
 from harts_hf.batch import LinearTables
 from harts_hf.kernels.checks import wide_dtype
@@ -14,6 +15,9 @@ from harts_hf.kernels.linear_attention.order import LevelOrder
 from harts_hf.kernels.linear_attention.scan import ChunkScan
 
 _EPSILON = 1e-6
+# The rounding of a batched matrix product depends on how its matrices lie in memory (seen with MKL): with channels
+# filled up with zeros to a multiple of 64 bytes every one lies alike, whatever its place in the batch.
+_CHANNELS = 16
 
 
 def gated_delta_rule(
@@ -78,10 +82,18 @@ def _run(
         raise ValueError(
             f"expected initial_states for {int(order.initial.max()) + 1} boundary states, got {len(initial_states)}"
         )
-    parts = chunks(*(_chunked(gather_rows(x, order.gather), order) for x in rows))
+    dim_k, dim_v = initial_states.shape[2:]
+    filled = (_filled(x, x.dim() - 2) for x in rows)
+    parts = chunks(*(_chunked(gather_rows(x, order.gather), order) for x in filled))
     contiguous = (part.contiguous() for part in parts)
-    output, states = ChunkScan.apply(*contiguous, initial_states, order)
-    return output.to(output_dtype), states
+    output, states = ChunkScan.apply(*contiguous, _filled(initial_states, 2), order)
+    return output[..., :dim_v].to(output_dtype), states[..., :dim_k, :dim_v]
+
+
+def _filled(x: torch.Tensor, num_dims: int) -> torch.Tensor:
+    """``x`` with its last ``num_dims`` dimensions filled up with zeros to multiples of ``_CHANNELS``."""
+    missing = [-size % _CHANNELS for size in x.shape[x.dim() - num_dims :]]
+    return F.pad(x, [pad for size in reversed(missing) for pad in (0, size)]) if any(missing) else x
 
 
 def _chunked(places: torch.Tensor, order: LevelOrder) -> torch.Tensor:
