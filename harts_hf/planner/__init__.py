@@ -2,20 +2,25 @@
 
 from harts_hf.planner.chunks import CHUNK_SIZE, ChunkTree, build_chunk_tree
 from harts_hf.planner.config import PlannerConfig
+from harts_hf.planner.cost import CostModel, Work, fit_coefficients
 from harts_hf.planner.linear_calls import ChainDecomposition, decompose_chains, min_linear_calls
 from harts_hf.planner.microbatch import Microbatch
 from harts_hf.planner.schedule import Schedule
-from harts_hf.planner.windows import plan_window
+from harts_hf.planner.windows import no_sharing_bound, plan_window
 
 __all__ = [
     "CHUNK_SIZE",
     "ChainDecomposition",
     "ChunkTree",
+    "CostModel",
     "Microbatch",
     "PlannerConfig",
     "Schedule",
+    "Work",
     "build_chunk_tree",
     "decompose_chains",
+    "fit_coefficients",
     "min_linear_calls",
+    "no_sharing_bound",
     "plan_window",
 ]

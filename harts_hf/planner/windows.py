@@ -48,12 +48,12 @@ def plan_window(trees: RolloutTree | Sequence[RolloutTree], config: PlannerConfi
 
 
 def no_sharing_bound(tree: RolloutTree, config: PlannerConfig, execution: str) -> float:
-    """A lower bound on the estimated seconds of any schedule that gives every trajectory rows of its own."""
+    """A lower bound on the estimated seconds of any schedule that gives every trajectory of ``tree`` its own rows."""
     step = (config.cost or CostModel()).step(forwards=2 if execution == "replay" else 1)
     lengths = tree.trajectory_lengths
     rows = int(lengths.sum())
     pairs = int((lengths * (lengths + 1) // 2).sum())
-    microbatches = -(-rows // config.max_tokens_per_microbatch)
+    microbatches = -(-rows // config.max_tokens_per_microbatch) if config.handoff else 1
     total = (step.rows + step.linear_rows) * rows + step.pairs * pairs
     return (total + (step.microbatches + step.calls) * microbatches) / config.world_size
 

@@ -9,6 +9,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from harts_hf.planner import Schedule
 from harts_hf.tree import RolloutTree
 
 FloatArray = NDArray[np.float64]
@@ -125,3 +126,55 @@ def _draw_rewards(axes: Axes, tree: RolloutTree, rewards: Sequence[float | None]
             axes.annotate(
                 f"{value:.2g}", (depth, height), xytext=(5, 0), textcoords="offset points", fontsize=7, va="center"
             )
+
+
+OP_COLOURS = {"S": "#edae49", "F": "#30638e", "B": "#d1495b"}
+OP_NAMES = {"S": "S: forward without graph", "F": "F: forward", "B": "B: backward"}
+DUMMY_COLOUR = "0.85"
+
+
+def plot_plan(
+    tree: RolloutTree, rewards: Sequence[float | None], schedule: Schedule, path: str | Path, *, group: str
+) -> None:
+    """Draws one group's tree and, below it, the schedule of all groups to ``path``."""
+    lines = min(40, max(6, _num_lines(tree)))
+    height = 1.2 + 0.16 * lines, 1.2 + 0.7 * schedule.config.world_size
+    figure = Figure(figsize=(11, sum(height)), layout="constrained")
+    above, below = figure.subplots(2, 1, height_ratios=height)
+    place = draw_segments(above, tree)
+    _draw_rewards(above, tree, rewards, place)
+    above.set_title(f"group {group}: shared {tree.sharing_ratio:.2f}x", fontsize=10, loc="left")
+    draw_schedule(below, schedule)
+    figure.savefig(path, dpi=120)
+
+
+def draw_schedule(axes: Axes, schedule: Schedule) -> None:
+    """Draws ops of every rank over estimated time (lockstep), and a bracket over each trunk's open time."""
+    ranks = range(schedule.config.world_size)
+    aligned = [schedule.ops(rank) for rank in ranks]
+    slots = [max(schedule.op_seconds(op) for op in ops) for ops in zip(*aligned, strict=True)]
+    begins = np.concatenate([[0.0], np.cumsum(slots)])
+    for rank, ops in zip(ranks, aligned, strict=True):
+        for kind in "SFB":
+            for dummy in (False, True):
+                bars = [
+                    (begins[i], schedule.op_seconds(op))
+                    for i, op in enumerate(ops)
+                    if op[0] == kind and (op[1] < 0) == dummy
+                ]
+                colour = DUMMY_COLOUR if dummy else OP_COLOURS[kind]
+                axes.broken_barh(bars, (rank - 0.25, 0.5), facecolors=colour, edgecolors="white", linewidths=0.3)
+        own = [i for i, op in enumerate(ops) if op[1] >= 0]
+        lives = sorted(schedule.handoff_lives[rank], key=lambda life: (life[1], -life[2]))
+        for level, (_, first, last) in enumerate(lives[:MAX_LABELS]):
+            height = rank - 0.3 - 0.15 * (level % 8) / 8
+            left, right = begins[own[first]], begins[own[last] + 1]
+            axes.plot([left, left, right, right], [height + 0.02, height, height, height + 0.02], "k-", linewidth=0.5)
+    for kind, colour in OP_COLOURS.items():
+        axes.broken_barh([], (0, 1), facecolors=colour, label=OP_NAMES[kind])
+    axes.set_ylim(schedule.config.world_size - 0.5, -0.6)
+    axes.set_xlim(0, float(begins[-1]) or 1.0)
+    axes.set_yticks(list(ranks), [f"rank {rank}" for rank in ranks])
+    axes.set_xlabel("estimated seconds; brackets: a trunk's states are kept")
+    axes.set_title(f"{len(schedule.microbatches)} microbatches, {schedule.execution}", fontsize=10, loc="left")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, fontsize=8, frameon=False)

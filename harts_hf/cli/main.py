@@ -1,0 +1,50 @@
+"""The console script `harts`: finds the command's module and hands over to it. Imports nothing heavy."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+
+COMMANDS = {
+    "train": "train a model on rollout trees by a recipe: harts train RECIPE [--field value ...]",
+    "plan": "what tree training would do for a rollout file: harts plan ROLLOUTS [--plot out.png]",
+    "verify": "compare tree and expanded computation on your model: harts verify --model M ROLLOUTS",
+    "bench": "measure tree against expanded training: harts bench RECIPE",
+}
+
+
+def available_commands() -> list[str]:
+    """Commands that this installation has."""
+    return [name for name in COMMANDS if find_spec(f"harts_hf.cli.{name}") is not None]
+
+
+def usage() -> str:
+    """The text of `harts --help`."""
+    lines = ["usage: harts COMMAND [options]", "", "Train RL policies on rollout trees.", "", "commands:"]
+    lines += [f"  {name:<8}{COMMANDS[name]}" for name in available_commands()]
+    return "\n".join([*lines, "", "harts COMMAND --help tells about a command."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        argv: arguments after the program's name; None for those of the process.
+
+    Returns:
+        The exit status: 0, or 2 for a command line or an input that cannot be used.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        import harts_hf
+
+        print(harts_hf.__version__)
+        return 0
+    name = arguments[0]
+    if name not in available_commands():
+        print(f"harts: expected a command ({', '.join(available_commands())}), got {name!r}", file=sys.stderr)
+        return 2
+    return import_module(f"harts_hf.cli.{name}").main(arguments[1:]) or 0

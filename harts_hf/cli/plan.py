@@ -1,0 +1,182 @@
+"""`harts plan`: what tree training would do for a rollout file, as a table and a picture. Needs no torch."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harts_hf.errors import RolloutFileError
+from harts_hf.planner import (
+    CostModel,
+    PlannerConfig,
+    Schedule,
+    build_chunk_tree,
+    min_linear_calls,
+    no_sharing_bound,
+    plan_window,
+)
+from harts_hf.rollouts.files import RolloutGroup, read_rollouts
+from harts_hf.tree import RolloutTree
+
+COLUMNS = ("group", "trajectories", "expanded", "unique", "ratio", "depth", "replay", "calls", "calls (ends)")
+MAX_GROUPS = 20
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    options = _parser().parse_args(argv)
+    try:
+        config = PlannerConfig(
+            max_tokens_per_microbatch=options.max_tokens_per_microbatch,
+            max_linear_rows=options.max_linear_rows,
+            max_graph_tokens=options.max_graph_tokens,
+            max_handoff_bytes=options.max_handoff_bytes,
+            world_size=options.world_size,
+            chunk_size=options.chunk_size,
+            sharing=options.sharing,
+            execution=options.execution,
+            cost=CostModel.load(options.cost) if options.cost else None,
+        )
+        groups = read_rollouts(options.rollouts, _tokenizer(options.tokenizer))
+        report = plan_report(groups, config)
+    except (ValueError, OSError) as error:
+        kind = "" if isinstance(error, RolloutFileError) else "harts plan: "
+        print(f"{kind}{error}", file=sys.stderr)
+        return 2
+    schedule: Schedule = report.pop("schedule")
+    print(format_report(report))
+    if options.verbose:
+        print(f"\n{schedule}")
+    if options.json:
+        content = {**report, "schedule": json.loads(schedule.to_json())}
+        Path(options.json).write_text(json.dumps(content, indent=2) + "\n")
+        print(f"\nwrote {options.json}")
+    if options.plot:
+        from harts_hf.rollouts.plot import plot_plan
+
+        group = max(groups, key=lambda g: g.tree.num_tokens)
+        plot_plan(group.tree, group.rewards, schedule, options.plot, group=group.name)
+        print(f"\nwrote {options.plot}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="harts plan", description=__doc__)
+    defaults = PlannerConfig()
+    parser.add_argument("rollouts", metavar="ROLLOUTS", help="rollout or shape file (.jsonl, .jsonl.gz, .parquet)")
+    parser.add_argument("--tokenizer", help="name or folder of a Hugging Face tokenizer, for rows with messages")
+    parser.add_argument(
+        "--max-tokens-per-microbatch",
+        type=int,
+        default=defaults.max_tokens_per_microbatch,
+        help="network rows of one forward (default: %(default)s)",
+    )
+    parser.add_argument("--max-linear-rows", type=int, help="rows of its linear layers, replay included")
+    parser.add_argument("--max-graph-tokens", type=int, help="rows whose graphs may be alive at once")
+    parser.add_argument("--max-handoff-bytes", type=int, help="bytes of boundary states alive at once on a rank")
+    parser.add_argument("--world-size", type=int, default=1, help="ranks (default: %(default)s)")
+    parser.add_argument("--chunk-size", type=int, default=defaults.chunk_size, help="chunk of the linear rule")
+    parser.add_argument("--sharing", default=defaults.sharing, help="auto, always or never (default: %(default)s)")
+    parser.add_argument("--execution", default=defaults.execution, help="auto, replay, nested or keep")
+    parser.add_argument("--cost", metavar="FILE", help="cost model that `harts bench --fit-cost` wrote")
+    parser.add_argument("--plot", metavar="FILE", help="draw the largest group's tree and the schedule")
+    parser.add_argument("--json", metavar="FILE", help="write the table and the schedule")
+    parser.add_argument("--verbose", action="store_true", help="print the schedule too")
+    return parser
+
+
+def _tokenizer(name: str | None) -> Any:
+    if name is None:
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
+
+
+def plan_report(groups: Sequence[RolloutGroup], config: PlannerConfig) -> dict[str, Any]:
+    """Everything that `harts plan` tells, with the schedule itself under ``schedule``."""
+    trees = [group.tree for group in groups]
+    rows = [_group_row(group.name, group.tree, config.chunk_size) for group in groups]
+    schedule = plan_window(trees, config)
+    # A bound, not a plan: the gain is not flattered by how well trajectories happen to pack.
+    alone = no_sharing_bound(schedule.tree, config, schedule.execution)
+    total = {
+        "group": "all",
+        **{key: sum(row[key] for row in rows) for key in ("trajectories", "expanded", "unique", "replay")},
+        **{key: max(row[key] for row in rows) for key in ("depth", "calls", "calls (ends)")},
+    }
+    total["ratio"] = total["expanded"] / total["unique"]
+    return {
+        "groups": rows,
+        "total": total,
+        "plan": {
+            "world_size": config.world_size,
+            "max_tokens_per_microbatch": config.max_tokens_per_microbatch,
+            "execution": schedule.execution,
+            "microbatches": len(schedule.microbatches),
+            "forward_tokens": schedule.forward_tokens,
+            "backward_tokens": schedule.backward_tokens,
+            "replay_tokens": schedule.replay_tokens,
+            "peak_graph_tokens": schedule.peak_graph_tokens,
+            "peak_handoff_tokens": schedule.peak_handoff_tokens,
+            "estimated_seconds": schedule.estimated_seconds,
+            "estimated_seconds_without_sharing": alone,
+            "estimated_gain": alone / schedule.estimated_seconds,
+            "cost_model": schedule.cost.source,
+            "decision": schedule.decision,
+        },
+        "schedule": schedule,
+    }
+
+
+def _group_row(name: str, tree: RolloutTree, chunk_size: int) -> dict[str, Any]:
+    return {
+        "group": name,
+        "trajectories": tree.num_trajectories,
+        "expanded": tree.num_expanded_tokens,
+        "unique": tree.num_tokens,
+        "ratio": tree.sharing_ratio,
+        "depth": int(tree.depth.max()) + 1,
+        "replay": build_chunk_tree(tree.parent, tree.depth, chunk_size).replay_rows,
+        "calls": min_linear_calls(tree, chunk_size),
+        "calls (ends)": min_linear_calls(tree, chunk_size, taps="ends"),
+    }
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """The report as text: a line a group, the total, and what the plan does."""
+    rows = report["groups"]
+    shown = rows if len(rows) <= MAX_GROUPS else rows[:MAX_GROUPS]
+    table = [list(COLUMNS)] + [_cells(row) for row in [*shown, report["total"]]]
+    widths = [max(len(line[i]) for line in table) for i in range(len(COLUMNS))]
+    lines = [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in table
+    ]
+    if len(rows) > len(shown):
+        lines.insert(-1, f"... {len(rows) - len(shown)} more groups")
+    plan = report["plan"]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{plan['microbatches']} microbatches of at most {plan['max_tokens_per_microbatch']:,} tokens on "
+            f"{plan['world_size']} ranks, {plan['execution']} execution",
+            f"tokens: forward {plan['forward_tokens']:,}, backward {plan['backward_tokens']:,}, "
+            f"replay {plan['replay_tokens']:,}",
+            f"peaks: graph {plan['peak_graph_tokens']:,}, handoff {plan['peak_handoff_tokens']:,} tokens",
+            f"estimated {plan['estimated_seconds']:.3g} s a step, without sharing at least "
+            f"{plan['estimated_seconds_without_sharing']:.3g} s: {plan['estimated_gain']:.2f}x ({plan['cost_model']})",
+            f"{plan['decision']}",
+        ]
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        f"{row[c]:.2f}" if c == "ratio" else f"{row[c]:,}" if isinstance(row[c], int) else str(row[c]) for c in COLUMNS
+    ]

@@ -1,0 +1,105 @@
+"""`harts plan` and the command line's entry."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from shared_data import data_folder
+
+from harts_hf.cli.main import main
+from harts_hf.planner import Schedule
+
+
+@pytest.fixture
+def rollouts(tmp_path):
+    """Two groups: one that shares 6 of 8 tokens, one of a single trajectory."""
+    rows = [
+        {"group": "a", "token_ids": [*range(6), 10, 11], "reward": 1},
+        {"group": "a", "token_ids": [*range(6), 20], "reward": 0},
+        {"group": "b", "token_ids": [1, 2, 3]},
+    ]
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_table(rollouts, capsys):
+    """A line a group and a total."""
+    assert main(["plan", str(rollouts)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:6] == ["group", "trajectories", "expanded", "unique", "ratio", "depth"]
+    assert lines[1].split() == ["a", "2", "15", "9", "1.67", "8", "6", "1", "1"]
+    assert lines[2].split() == ["b", "1", "3", "3", "1.00", "3", "0", "1", "1"]
+    assert lines[3].split() == ["all", "3", "18", "12", "1.50", "8", "6", "1", "1"]
+    assert "1 microbatches of at most 16,384 tokens on 1 ranks, replay execution" in lines
+
+
+def test_real_shapes_with_picture_and_json(tmp_path, capsys):
+    """The whole command on a real file; the JSON holds the table and a schedule that can be loaded and proven."""
+    path = data_folder() / "shapes" / "lats_webshop.jsonl.gz"
+    out = tmp_path / "out.json"
+    arguments = ["--max-tokens-per-microbatch", "1024", "--world-size", "2", "--verbose"]
+    assert main(["plan", str(path), *arguments, "--plot", str(tmp_path / "out.png"), "--json", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "14.97" in text and "estimated" in text and "rank 1:" in text
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+    content = json.loads(out.read_text())
+    assert content["total"]["unique"] == 4520 and content["total"]["expanded"] == 67_669
+    Schedule.from_json(json.dumps(content["schedule"])).validate()
+
+
+def test_many_groups_are_cut_short(capsys):
+    """A hundred groups are counted, not listed."""
+    assert main(["plan", str(data_folder() / "shapes" / "tot_game24.jsonl.gz")]) == 0
+    assert "... 80 more groups" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-tokens-per-microbatch", "10"], "max_tokens_per_microbatch of at least 64"),
+        (["--world-size", "0"], "world_size of at least 1"),
+        (["--sharing", "some"], "sharing to be one of auto, always, never"),
+        (["--cost", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_bad_options(rollouts, capsys, arguments, message):
+    """An option that cannot work is named, without a traceback."""
+    assert main(["plan", str(rollouts), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_broken_file(tmp_path, capsys):
+    """A broken line is named, without a traceback."""
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"group": "a", "token_ids": [1]}\n{"group": "a", "token_ids": []}\n')
+    assert main(["plan", str(path)]) == 2
+    assert "r.jsonl, line 2: expected token_ids of at least one value" in capsys.readouterr().err
+
+
+def test_unknown_command(capsys):
+    """The known commands are listed."""
+    assert main(["plann"]) == 2
+    assert "plan" in capsys.readouterr().err
+    assert main([]) == 2
+
+
+def test_help_is_quick():
+    """`harts --help` starts in under a second (the best of three) and says what there is."""
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "harts_hf.cli", "--help"], capture_output=True, text=True, check=True
+        )
+        seconds.append(time.perf_counter() - start)
+        assert "harts plan ROLLOUTS" in done.stdout
+    assert min(seconds) < 1.0
+
+
+def test_version(capsys):
+    """The version is that of the package."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip()[0].isdigit()
