@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from harts_hf.planner import plan_window as plan_window
     from harts_hf.runtime import tree_logprobs as tree_logprobs
     from harts_hf.trainers import TreeDataCollator as TreeDataCollator
+    from harts_hf.trainers import TreeGMPOConfig as TreeGMPOConfig
+    from harts_hf.trainers import TreeGMPOTrainer as TreeGMPOTrainer
     from harts_hf.trainers import TreeGRPOConfig as TreeGRPOConfig
     from harts_hf.trainers import TreeGRPOTrainer as TreeGRPOTrainer
+    from harts_hf.trainers import TreeRLOOConfig as TreeRLOOConfig
+    from harts_hf.trainers import TreeRLOOTrainer as TreeRLOOTrainer
     from harts_hf.tree import RolloutTree as RolloutTree
 
 # Names are resolved on first use, so that planning and `harts --help` need no torch.
@@ -31,6 +35,10 @@ _HOMES = {
     "TreeDataCollator": "trainers",
     "TreeGRPOConfig": "trainers",
     "TreeGRPOTrainer": "trainers",
+    "TreeGMPOConfig": "trainers",
+    "TreeGMPOTrainer": "trainers",
+    "TreeRLOOConfig": "trainers",
+    "TreeRLOOTrainer": "trainers",
 }
 
 __all__ = sorted(_HOMES)

@@ -1,7 +1,17 @@
 """TRL trainers on rollout trees."""
 
 from harts_hf.trainers.collator import TreeDataCollator
-from harts_hf.trainers.config import TreeGRPOConfig
+from harts_hf.trainers.config import TreeGMPOConfig, TreeGRPOConfig, TreeRLOOConfig
+from harts_hf.trainers.gmpo import TreeGMPOTrainer
 from harts_hf.trainers.grpo import TreeGRPOTrainer
+from harts_hf.trainers.rloo import TreeRLOOTrainer
 
-__all__ = ["TreeDataCollator", "TreeGRPOConfig", "TreeGRPOTrainer"]
+__all__ = [
+    "TreeDataCollator",
+    "TreeGMPOConfig",
+    "TreeGMPOTrainer",
+    "TreeGRPOConfig",
+    "TreeGRPOTrainer",
+    "TreeRLOOConfig",
+    "TreeRLOOTrainer",
+]

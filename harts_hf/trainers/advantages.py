@@ -16,6 +16,8 @@ class TreeAdvantages:
     numbers per completion token and row) is put aside here and attached to the batch afterwards.
     """
 
+    # Whether the trainer's loss knows advantages of shape (B, T).
+    _accepts_token_advantages = True
     # What TRL's trainer sets.
     model: Any
     args: Any
@@ -56,9 +58,11 @@ class TreeAdvantages:
         parent: Any = super()
         output = parent._generate_and_score_completions(inputs)
         per_token = self._given_advantages
-        if per_token is None and self.args.tree_credit == "turn":
+        if per_token is None and getattr(self.args, "tree_credit", "trajectory") == "turn":
             per_token = self._turn_advantages(output)
         if per_token is not None:
+            if not self._accepts_token_advantages:
+                raise ValueError(f"expected one advantage per trajectory: {type(self).__name__} knows none per token")
             output["advantages"] = _pad_like(per_token, output["completion_ids"], output["completion_mask"])
         finite = torch.isfinite(output["advantages"])
         if not finite.all():
@@ -71,7 +75,9 @@ class TreeAdvantages:
         group_size = self.num_generations if mode == "train" else self.num_generations_eval
         assert self._rewards_per_func is not None
         weights = self.reward_weights.to(self._rewards_per_func.device)
-        rewards = (self._rewards_per_func * weights).nansum(dim=1).cpu().numpy()
+        unscorable = self._rewards_per_func.isnan().all(dim=1)  # TRL leaves such rows out of every mean
+        total = (self._rewards_per_func * weights).nansum(dim=1).masked_fill(unscorable, torch.nan)
+        rewards = total.cpu().numpy()
         prompts = _real(output["prompt_ids"], output["prompt_mask"])
         completions = _real(output["completion_ids"], output["completion_mask"])
         by_policy = _real(output.get("tool_mask", output["completion_mask"]), output["completion_mask"])

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from trl import GRPOConfig
+from trl import GRPOConfig, RLOOConfig
+from trl.experimental.gmpo import GMPOConfig
 
 from harts_hf.planner import PlannerConfig
 
@@ -20,9 +21,6 @@ class TreeOptions:
         tree_sharing (`str`, *optional*, defaults to `"auto"`):
             `"always"` computes shared tokens once wherever they fit together, `"never"` runs every trajectory by
             itself, `"auto"` takes what is estimated to be faster.
-        tree_credit (`str`, *optional*, defaults to `"trajectory"`):
-            `"trajectory"` gives every token of a trajectory its group-relative advantage, as TRL does; `"turn"` gives
-            each turn of the policy an advantage of its own from the rewards below it in the tree.
     """
 
     tree_max_tokens_per_microbatch: int = field(
@@ -35,6 +33,27 @@ class TreeOptions:
             "choices": ["auto", "always", "never"],
         },
     )
+
+    def planner_config(self) -> PlannerConfig:
+        """The planner's settings.
+
+        Raises:
+            ValueError: an option that no plan can meet.
+        """
+        return PlannerConfig(max_tokens_per_microbatch=self.tree_max_tokens_per_microbatch, sharing=self.tree_sharing)
+
+
+@dataclass
+class TreeGRPOConfig(TreeOptions, GRPOConfig):
+    r"""
+    Configuration class for the [`TreeGRPOTrainer`]: every parameter of [`GRPOConfig`], those of [`TreeOptions`], and:
+
+    Parameters:
+        tree_credit (`str`, *optional*, defaults to `"trajectory"`):
+            `"trajectory"` gives every token of a trajectory its group-relative advantage, as TRL does; `"turn"` gives
+            each turn of the policy an advantage of its own from the rewards below it in the tree.
+    """
+
     tree_credit: str = field(
         default="trajectory",
         metadata={
@@ -44,29 +63,30 @@ class TreeOptions:
         },
     )
 
-    def planner_config(self) -> PlannerConfig:
-        """The planner's settings.
-
-        Raises:
-            ValueError: an option that no plan can meet.
-        """
-        return PlannerConfig(
-            max_tokens_per_microbatch=self.tree_max_tokens_per_microbatch, sharing=self.tree_sharing
-        )
-
-    def check_tree_options(self) -> None:
-        """Raises ValueError for options that contradict one another or cannot work."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.planner_config()
         if self.tree_credit not in CREDITS:
             raise ValueError(f"expected tree_credit to be one of {', '.join(CREDITS)}, got {self.tree_credit!r}")
-        self.planner_config()
 
 
 @dataclass
-class TreeGRPOConfig(TreeOptions, GRPOConfig):
+class TreeGMPOConfig(TreeOptions, GMPOConfig):
     r"""
-    Configuration class for the [`TreeGRPOTrainer`]: every parameter of [`GRPOConfig`] and those of [`TreeOptions`].
+    Configuration class for the [`TreeGMPOTrainer`]: every parameter of [`GMPOConfig`] and those of [`TreeOptions`].
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_tree_options()
+        self.planner_config()
+
+
+@dataclass
+class TreeRLOOConfig(TreeOptions, RLOOConfig):
+    r"""
+    Configuration class for the [`TreeRLOOTrainer`]: every parameter of [`RLOOConfig`] and those of [`TreeOptions`].
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.planner_config()

@@ -1,7 +1,5 @@
 """GRPO on rollout trees."""
 
-from typing import Any
-
 from trl import GRPOTrainer
 
 from harts_hf.trainers.advantages import TreeAdvantages
@@ -24,9 +22,4 @@ class TreeGRPOTrainer(TreeAdvantages, TreeHooks, GRPOTrainer, TreeStep):  # type
 
     _tag_names = ["trl", "grpo", "harts"]  # noqa: RUF012 - TRL's own convention
 
-    def __init__(self, model: Any, reward_funcs: Any, args: TreeGRPOConfig | None = None, **kwargs: Any) -> None:
-        if args is not None and not isinstance(args, TreeGRPOConfig):
-            raise ValueError(f"expected args to be a TreeGRPOConfig, got {type(args).__name__}")
-        if args is None:
-            args = TreeGRPOConfig(output_dir="tree-grpo")
-        super().__init__(model, reward_funcs, args=args, **kwargs)
+    _config_class = TreeGRPOConfig

@@ -31,11 +31,19 @@ class TreeHooks:
     ref_model: Any
     _tree_score: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    # The trainer's configuration class; a plain TRL one would lack the tree options.
+    _config_class: type
+
+    def __init__(self, model: Any, reward_funcs: Any, args: Any = None, **kwargs: Any) -> None:
         _check_trl_version()
+        if args is None:
+            args = self._config_class(output_dir=type(self).__name__)
+        if not isinstance(args, self._config_class):
+            raise ValueError(f"expected args to be a {self._config_class.__name__}, got {type(args).__name__}")
         self._tree_slices: list[dict[str, Any]] = []
         self._tree_leaves: tuple[torch.Tensor, torch.Tensor] | None = None
-        super().__init__(*args, **kwargs)
+        parent: Any = super()
+        parent.__init__(model, reward_funcs, args=args, **kwargs)
         _check_arguments(self)
         patch(self.model)
         if self.ref_model is not None:

@@ -9,8 +9,12 @@ from support import recorded
 from support.models import tiny_model
 from support.oracle import float64_everywhere
 
-# Metrics that measure time or depend on it.
-TIMED = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "grad_norm")
+# Metrics that measure time.
+TIMED = ("step_time", "runtime", "samples_per_second", "steps_per_second", "total_flos")
+# Parameters may differ by this part of what training moved them by, metrics by this part of themselves. TRL's fused
+# head works in float32 even for float64 models: 6e-8 relative in each log-prob and gradient. The largest seen over
+# all cases was 2.6e-6 of the movement.
+RELATIVE_TOLERANCE = 1e-5
 
 
 def run_trainer(
@@ -19,7 +23,13 @@ def run_trainer(
     """Trains a fresh float64 model; returns its parameters, its log history and the trainer."""
     rollout_func = options.pop("rollout_func", recorded.rollout_func)
     model = tiny_model(family, dtype=torch.float64, seed=1)
+    if options.get("beta"):  # TRL loads the reference model from where the policy came from
+        model.save_pretrained(folder / "start")
+        model = type(model).from_pretrained(folder / "start", dtype=torch.float64, experts_implementation="eager")
+        model.train()
     extra = {"rollout_func": rollout_func} if rollout_func is not None else {}
+    if options.get("eval_strategy", "no") != "no":
+        extra["eval_dataset"] = recorded.dataset().select(range(2))
     trainer = trainer_class(
         model,
         recorded.recorded_reward,
@@ -34,20 +44,17 @@ def run_trainer(
     return parameters, trainer.state.log_history, trainer
 
 
-def assert_same_training(
-    stock: tuple, tree: tuple, *, family: str, parameter_tolerance: float, metric_tolerance: float
-):
-    """Parameters equal to rounding, moved by far more than that, and every TRL metric equal."""
+def assert_same_training(stock: tuple, tree: tuple, *, family: str = "qwen3_5_text") -> None:
+    """Parameters equal to float32 rounding of what training moved them by, and every TRL metric equal."""
     start = dict(tiny_model(family, dtype=torch.float64, seed=1).named_parameters())
     moved = max((stock[0][name] - start[name]).abs().max().item() for name in start)
-    assert moved > 1e3 * parameter_tolerance, f"the training moved parameters by {moved:.1e} only"
+    assert 1e-4 < moved < 1, f"the training moved parameters by {moved:.1e}: nothing to compare, or chaos"
     for name, value in stock[0].items():
         difference = (tree[0][name] - value).abs().max().item()
-        assert difference < parameter_tolerance, f"{name}: {difference:.2e} (training moved parameters by {moved:.1e})"
+        assert difference < RELATIVE_TOLERANCE * moved, f"{name}: {difference:.2e}, training moved it by {moved:.1e}"
     assert len(stock[1]) == len(tree[1])
     for stock_log, tree_log in zip(stock[1], tree[1], strict=True):
         for name, value in stock_log.items():
-            if name in TIMED:
-                continue
-            allowed = metric_tolerance * max(1.0, abs(value))
-            assert abs(tree_log[name] - value) <= allowed, f"{name}: {tree_log[name]} against {value}"
+            if not name.endswith(TIMED):
+                allowed = RELATIVE_TOLERANCE * max(1.0, abs(value))
+                assert abs(tree_log[name] - value) <= allowed, f"{name}: {tree_log[name]} against {value}"

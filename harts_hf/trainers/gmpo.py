@@ -1,0 +1,18 @@
+"""GMPO on rollout trees."""
+
+from trl.experimental.gmpo import GMPOTrainer
+
+from harts_hf.trainers.advantages import TreeAdvantages
+from harts_hf.trainers.config import TreeGMPOConfig
+from harts_hf.trainers.hooks import TreeHooks
+from harts_hf.trainers.step import TreeStep
+
+
+# TRL leaves its training_step untyped, so mypy finds it unlike TreeStep's.
+class TreeGMPOTrainer(TreeAdvantages, TreeHooks, GMPOTrainer, TreeStep):  # type: ignore[misc]
+    """[`GMPOTrainer`] that computes every shared token once; see [`TreeGRPOTrainer`]. Its loss is per trajectory."""
+
+    _tag_names = ["trl", "gmpo", "harts"]  # noqa: RUF012 - TRL's own convention
+
+    _config_class = TreeGMPOConfig
+    _accepts_token_advantages = False
