@@ -23,7 +23,7 @@ class TreeAdvantages:
     args: Any
     rollout_func: Any
     reward_weights: torch.Tensor
-    scale_rewards: str
+    scale_rewards: Any
     num_generations: Any
     num_generations_eval: Any
 
