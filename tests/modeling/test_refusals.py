@@ -1,0 +1,151 @@
+"""What would be computed wrongly is refused, by name, before anything runs."""
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from support.models import VOCAB, tiny_model
+from support.oracle import assert_gradients_close, float64_everywhere, gradients, random_weights, trajectory_log_probs
+from support.trees import random_trajectories
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from harts_hf import UnsupportedModelError, patch, tree_logprobs
+from harts_hf.modeling import is_patched
+
+
+def refused(model, message):
+    """patch raises, names the reason, and leaves the model stock."""
+    with pytest.raises(UnsupportedModelError, match=message):
+        patch(model)
+    assert not any(hasattr(type(module), "stock") for module in model.modules())
+
+
+def test_unknown_family():
+    """A model without linear attention says which families are known."""
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    refused(AutoModelForCausalLM.from_config(config), "bailing_hybrid.*got LlamaForCausalLM with model_type 'llama'")
+
+
+def test_vision_model():
+    """The multimodal wrapper is refused with the way out."""
+    text = tiny_model("qwen3_5_text").config.to_dict()
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    model = transformers.Qwen3_5ForConditionalGeneration._from_config(config)
+    refused(model, "text-only.*qwen3_5_text")
+
+
+@pytest.mark.parametrize("layer", ["sliding_attention", "lightning_attention", "mamba"])
+def test_layer_types(layer):
+    """Sliding windows, lightning attention and Mamba are named."""
+    model = tiny_model("qwen3_5_text")
+    model.config.layer_types = ["linear_attention", layer, "linear_attention"]
+    refused(model, layer)
+
+
+def test_no_linear_layer():
+    """A model of full attention only is none of ours."""
+    model = tiny_model("qwen3_5_text")
+    model.config.layer_types = ["full_attention"] * 3
+    refused(model, "at least one linear_attention layer")
+
+
+def test_mixers_that_do_not_match_the_configuration():
+    """Layers that the configuration announces and the model lacks are noticed."""
+    model = tiny_model("qwen3_5_text")
+    model.model.layers[0].linear_attn = torch.nn.Identity()
+    refused(model, "expected 3 token mixers.*found 2")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_batch_dependent_rope(kind):
+    """Frequencies that follow the longest position would differ between tree and trajectory."""
+    model = tiny_model("bailing_hybrid")
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": kind}
+    refused(model, kind)
+
+
+def test_scaled_logits():
+    """Logit transforms that no supported family has are not applied, so they are refused."""
+    model = tiny_model("qwen3_5_text")
+    model.config.final_logit_softcapping = 30.0
+    refused(model, "final_logit_softcapping=30.0")
+
+
+def test_dropout():
+    """Attention dropout in the configuration, and a dropout module of an adapter."""
+    refused(tiny_model("qwen3_5_text", attention_dropout=0.1), "config.attention_dropout = 0.1")
+    lora = LoraConfig(target_modules=["out_proj"], lora_dropout=0.1)
+    model = get_peft_model(tiny_model("qwen3_5_text"), lora)
+    refused(model, "lora_dropout.* = 0.1")
+
+
+def test_half_precision():
+    """fp16 states would overflow."""
+    refused(tiny_model("qwen3_5_text").half(), "float16")
+
+
+def test_prompt_learning():
+    """Virtual tokens would shift every position."""
+    model = get_peft_model(tiny_model("qwen3_5_text"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    refused(model, "PROMPT_TUNING")
+
+
+def test_wrappers():
+    """Compiled models and DataParallel are refused."""
+    refused(torch.compile(tiny_model("qwen3_5_text")), "torch.compile")
+    refused(torch.nn.DataParallel(tiny_model("qwen3_5_text")), "DataParallel")
+
+
+def test_replaced_forward_of_a_mixer():
+    """Another patch on a mixer instance would run in our place."""
+    model = tiny_model("qwen3_5_text")
+    mixer = model.model.layers[0].linear_attn
+    mixer.forward = mixer.forward
+    refused(model, "a replaced one on Qwen3_5GatedDeltaNet")
+
+
+def test_transformers_version(monkeypatch):
+    """A Transformers release that was not tested."""
+    monkeypatch.setattr(transformers, "__version__", "5.25.0")
+    refused(tiny_model("qwen3_5_text"), "transformers >= 5.24, < 5.25.*got 5.25.0")
+
+
+def test_reentrant_checkpointing():
+    """Refused at the first forward, when it is known to be on."""
+    model = tiny_model("qwen3_5_text")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(UnsupportedModelError, match="use_reentrant"):
+        tree_logprobs(model, random_trajectories(0, vocab=VOCAB))
+
+
+def test_plan_with_other_arguments():
+    """A plan says everything about a forward; a mask or a cache beside it is an error."""
+    model = patch(tiny_model("qwen3_5_text"))
+    with pytest.raises(ValueError, match="got input_ids"):
+        model(input_ids=torch.zeros(1, 3, dtype=torch.long), harts=object(), harts_score=object())
+    with pytest.raises(ValueError, match="no harts_score"):
+        model(harts=object())
+
+
+def test_lora():
+    """LoRA works: log-probs and adapter gradients equal the stock PEFT model's in float64."""
+    targets = ["in_proj_qkv", "q_proj", "v_proj", "up_proj"]
+    model = get_peft_model(tiny_model("qwen3_5_text"), LoraConfig(target_modules=targets, r=3)).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # starts at 0, which would hide lora_A's gradient
+                parameter.normal_(generator=torch.Generator().manual_seed(1))
+    rows = random_trajectories(3, vocab=VOCAB)
+    weights = random_weights(rows, torch.float64)
+    with float64_everywhere(model.get_base_model()):
+        sum((trajectory_log_probs(model, row) * w).sum() for row, w in zip(rows, weights, strict=True)).backward()
+        expected = gradients(model)
+        model.zero_grad()
+        log_probs = tree_logprobs(model, rows)
+        sum((value * w).sum() for value, w in zip(log_probs, weights, strict=True)).backward()
+    assert is_patched(model)
+    assert any("lora_A" in name and value.any() for name, value in expected.items())
+    assert_gradients_close(gradients(model), expected, 1e-9)
