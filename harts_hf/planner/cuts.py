@@ -36,11 +36,13 @@ class PieceLimits:
         rows: network rows.
         linear_rows: rows of the linear layers, or None.
         recompute_below: a prefix of fewer rows than this is computed again instead of read from trunks.
+        aligned: whether a cut moves back a little to lie on a chunk boundary or below a leaf.
     """
 
     rows: int
     linear_rows: int | None = None
     recompute_below: int = 0
+    aligned: bool = True
 
 
 def cut_greedily(
@@ -62,7 +64,9 @@ def cut_greedily(
         if limits.linear_rows is not None:
             room = int(table.linear[at]) + limits.linear_rows - again // chunk_size * chunk_size
             stop = min(stop, bisect_right(table.lists.with_partial, room, at) - 1)
-        stop = _aligned(table, at, max(stop, at + 1), chunk_size)
+        stop = max(stop, at + 1)
+        if limits.aligned:
+            stop = _aligned(table, at, stop, chunk_size)
         pieces.append(Piece(start=place[at], stop=place[stop], again=again))
         at = stop
     return pieces

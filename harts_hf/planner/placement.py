@@ -5,6 +5,7 @@ is computed on both. The leaves stand in an order in which the deepest child com
 rows between its ends plus the path above its first leaf, which is short where the run is the early part of a spine.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,11 @@ class LeafTable:
     before: FloatArray
     above: FloatArray
     root: IntArray
+
+    @property
+    def num_leaves(self) -> int:
+        """L."""
+        return len(self.root)
 
     @classmethod
     def build(cls, walk: Traversal, *, chunk_size: int, step: Coefficients) -> "LeafTable":
@@ -62,14 +68,14 @@ class LeafTable:
 Run = tuple[int, int]
 
 
-def place_runs(leaves: LeafTable, world_size: int, *, slack: float = 0.0) -> list[list[Run]]:
-    """Runs of leaves for each rank.
+def place_runs(leaves: LeafTable, world_size: int, slacks: Sequence[float]) -> list[IntArray]:
+    """Ranks of the leaves, ``[L]``, one answer for each of ``slacks``.
 
-    Searches the smallest time within which :func:`_pack` succeeds, then packs once more within ``1 + slack`` of it.
+    Searches the smallest time within which :func:`_pack` succeeds, then packs within ``1 + slack`` of it.
     Complexity: O(log) packings.
     """
     starts = np.flatnonzero(np.append(True, leaves.root[1:] != leaves.root[:-1]))
-    roots = list(zip(starts.tolist(), np.append(starts[1:], len(leaves.root)).tolist(), strict=True))
+    roots = list(zip(starts.tolist(), np.append(starts[1:], leaves.num_leaves).tolist(), strict=True))
     path = leaves.above + np.diff(leaves.before)
     low = max(float(leaves.before[-1]) / world_size, float(path.max()))
     high = low
@@ -82,9 +88,16 @@ def place_runs(leaves: LeafTable, world_size: int, *, slack: float = 0.0) -> lis
             low = middle
         else:
             high, best = middle, found
-    if slack:
-        best = _pack(leaves, roots, world_size, high * (1 + slack)) or best
-    return best
+    packings = [_pack(leaves, roots, world_size, high * (1 + slack)) or best for slack in slacks]
+    return [_owner_of_leaves(ranks, leaves.num_leaves) for ranks in packings]
+
+
+def _owner_of_leaves(ranks: list[list[Run]], num_leaves: int) -> IntArray:
+    owner = np.empty(num_leaves, np.int64)
+    for rank, runs in enumerate(ranks):
+        for start, stop in runs:
+            owner[start:stop] = rank
+    return owner
 
 
 def _pack(leaves: LeafTable, roots: list[Run], world_size: int, seconds: float) -> list[list[Run]] | None:
@@ -136,16 +149,21 @@ def _fill(
     return ranks
 
 
-def walks_of_runs(walk: Traversal, ranks: list[list[Run]]) -> list[Traversal]:
-    """The walk of each rank over the paths of its leaves; the first rank that computes a segment owns it."""
-    leaf_segments = np.flatnonzero(walk.is_leaf)
-    taken = np.zeros(walk.num_segments, bool)
+def walks_of_owners(walk: Traversal, order: Traversal, owner: IntArray, world_size: int) -> list[Traversal]:
+    """The walk of each rank over the paths of its leaves; the first rank that computes a segment owns it.
+
+    Args:
+        walk: the walk whose leaves ``owner`` [L] numbers.
+        order: a walk over the same segments, in the order in which the ranks are to go.
+        owner: rank of each leaf.
+        world_size: ranks.
+    """
+    rank_of_row = dict(zip(walk.row[walk.is_leaf].tolist(), owner.tolist(), strict=True))
+    rank_of_segment = np.array([rank_of_row.get(row, -1) for row in order.row.tolist()])
+    taken = np.zeros(order.num_segments, bool)
     walks = []
-    for runs in ranks:
-        leaves = np.zeros(walk.num_segments, bool)
-        for start, stop in runs:
-            leaves[leaf_segments[start:stop]] = True
-        part = walk.select(leaves, ~taken)
+    for rank in range(world_size):
+        part = order.select(rank_of_segment == rank, ~taken)
         walks.append(part)
-        taken |= np.isin(walk.row, part.row, assume_unique=True)
+        taken |= np.isin(order.row, part.row, assume_unique=True)
     return walks

@@ -1,77 +1,57 @@
-"""Level 2: tries placements, cuts and orders together, keeps the fastest schedule within the limits (NumPy only)."""
+"""Level 2: tries placements, cuts and orders together, keeps the best schedule within the limits (NumPy only)."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
-from harts_hf.planner.accounting import ChunkEnds, Exports, measure
-from harts_hf.planner.assemble import assemble
 from harts_hf.planner.config import PlannerConfig
-from harts_hf.planner.cost import Coefficients, CostModel
-from harts_hf.planner.cuts import Piece, PieceLimits, cut_evenly, cut_greedily, cut_whole_paths
-from harts_hf.planner.orders import LimitError, order_ops
-from harts_hf.planner.placement import LeafTable, place_runs, walks_of_runs
+from harts_hf.planner.orders import LimitError
+from harts_hf.planner.placement import LeafTable, place_runs, walks_of_owners
 from harts_hf.planner.schedule import Schedule
-from harts_hf.planner.traversal import CutTable, Traversal
-from harts_hf.tree import RolloutTree
+from harts_hf.planner.traversal import Traversal
+from harts_hf.planner.trials import Cuts, Task, build_schedule, cuts_to_try
+from harts_hf.tree import IntArray, RolloutTree
 
 # Placements may be this much slower than the fastest found, for fewer rows computed twice.
 SLACKS = (0.0, 0.04, 0.1)
-EXTRA_PIECES = 3
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Task:
-    """What is planned, and tables that every trial needs."""
-
-    tree: RolloutTree
-    config: PlannerConfig
-    cost: CostModel
-    execution: str
-    step: Coefficients
-    ends: ChunkEnds
-
-    @classmethod
-    def of(cls, tree: RolloutTree, config: PlannerConfig) -> "Task":
-        """Of a forest and a configuration."""
-        cost = config.cost or CostModel()
-        execution = "replay" if config.execution == "auto" else config.execution
-        return cls(
-            tree=tree,
-            config=config,
-            cost=cost,
-            execution=execution,
-            step=cost.step(forwards=2 if execution == "replay" else 1),
-            ends=ChunkEnds(tree, config.chunk_size),
-        )
-
-    @property
-    def max_rows(self) -> int:
-        """Network rows of a microbatch: its graph has to fit too."""
-        return min(self.config.max_tokens_per_microbatch, self.config.max_graph_tokens or 2**62)
+# Above this many microbatches the trials are ranked by rough estimates and only the best is built.
+MANY_PIECES = 48
+# Up to this many leaves times ranks, leaves are moved one by one and exchanged in pairs.
+FEW_MOVES = 64
 
 
 def best_schedule(tree: RolloutTree, config: PlannerConfig) -> Schedule:
     """The best schedule found for a forest as it stands.
 
-    With ``sharing="always"`` fewest forward rows win among schedules at most ``SLACKS[-1]`` slower than the fastest;
-    otherwise the fastest wins.
+    With ``sharing="always"`` the fewest forward rows win among schedules at most ``SLACKS[-1]`` slower than the
+    fastest; otherwise the fastest wins.
 
     Raises:
         ValueError: limits under which no schedule was found; the message names the smallest that would work.
     """
     task = Task.of(tree, config)
+    walk = Traversal.of_tree(tree).reordered(deepest="last")
+    owners = _placements(task, walk)
+    trials = list(_trials(task, walk, owners))
     found: list[Schedule] = []
     failures: list[LimitError] = []
-    for walks in _placements(task):
-        for cuts in _cuts(task, walks):
-            try:
-                found.append(build_schedule(task, walks, cuts))
-            except LimitError as error:
-                failures.append(error)
+    for _, walks, cuts in _ranked(config, trials):
+        try:
+            found.append(build_schedule(task, walks, cuts))
+        except LimitError as error:
+            failures.append(error)
+            continue
+        if len(found[0].microbatches) > MANY_PIECES:
+            break
     if not found:
         raise _no_schedule(config, failures)
+    if owners and len(owners[0]) * config.world_size <= FEW_MOVES:
+        found += [_improved(task, walk, owner, found) for owner in owners[:1]]
+    return _choose(config, found)
+
+
+def _choose(config: PlannerConfig, found: Sequence[Schedule]) -> Schedule:
     fastest = min(schedule.estimated_seconds for schedule in found)
     if config.sharing == "always":
         near = [s for s in found if s.estimated_seconds <= fastest * (1 + SLACKS[-1]) + 1e-12]
@@ -79,108 +59,83 @@ def best_schedule(tree: RolloutTree, config: PlannerConfig) -> Schedule:
     return min(found, key=lambda schedule: (schedule.estimated_seconds, schedule.forward_tokens))
 
 
-def _placements(task: Task) -> Iterator[list[Traversal]]:
-    """Walks of the ranks, several to try."""
-    walk = Traversal.of_tree(task.tree).reordered(deepest="last")
+Trial = tuple[float, list[Traversal], Cuts]
+
+
+def _placements(task: Task, walk: Traversal) -> list[IntArray]:
+    """Owners of the leaves, several to try; none on one rank."""
     if task.config.world_size == 1:
-        yield [walk]
-        tight = task.execution != "replay" and task.config.max_graph_tokens is not None
-        if tight or task.config.max_handoff_bytes is not None:
-            yield [walk.reordered(deepest="first")]
-        return
+        return []
     leaves = LeafTable.build(walk, chunk_size=task.config.chunk_size, step=task.step)
-    seen = []
-    for slack in SLACKS:
-        runs = place_runs(leaves, task.config.world_size, slack=slack)
-        if runs not in seen:
-            seen.append(runs)
-            yield walks_of_runs(walk, runs)
+    found: list[IntArray] = []
+    for owner in place_runs(leaves, task.config.world_size, SLACKS):
+        if not any(np.array_equal(owner, other) for other in found):
+            found.append(owner)
+    return found
 
 
-def _cuts(task: Task, walks: Sequence[Traversal]) -> Iterator[list[list[Piece]]]:
-    """Pieces of every rank, several to try."""
+def _trials(task: Task, walk: Traversal, owners: Sequence[IntArray]) -> Iterator[Trial]:
+    """Walks of the ranks and cuts, with rough estimates."""
     config = task.config
-    if not config.handoff:
-        yield [cut_whole_paths(walk, task.max_rows) for walk in walks]
-        return
-    tables = [CutTable.build(walk, chunk_size=config.chunk_size, step=task.step) for walk in walks]
-    for recompute_below in _recompute_choices(task, tables):
-        limits = PieceLimits(rows=task.max_rows, linear_rows=config.max_linear_rows, recompute_below=recompute_below)
-        greedy = [cut_greedily(t, limits, chunk_size=config.chunk_size, step=task.step) for t in tables]
-        if len(walks) == 1:
-            yield greedy
-            continue
-        fewest = max(map(len, greedy))
-        best, best_seconds = None, np.inf
-        for count in range(fewest, fewest + EXTRA_PIECES):
-            cuts = cut_evenly(tables, limits, count, chunk_size=config.chunk_size, step=task.step)
-            if cuts is None:
+    orders = [walk]
+    if (config.max_graph_tokens is not None and task.execution != "replay") or config.max_handoff_bytes is not None:
+        orders.append(walk.reordered(deepest="first"))  # fewer open graphs, more boundary states
+    for order in orders:
+        for walks in [walks_of_owners(walk, order, owner, config.world_size) for owner in owners] or [[order]]:
+            for seconds, cuts in cuts_to_try(task, walks):
+                yield seconds, walks, cuts
+
+
+def _ranked(config: PlannerConfig, trials: list[Trial]) -> list[Trial]:
+    """Trials in the order in which they are likely to be chosen."""
+    fastest = min(seconds for seconds, _, _ in trials)
+
+    def key(trial: Trial) -> tuple[bool, int, float]:
+        seconds, walks, _ = trial
+        near = config.sharing == "always" and seconds <= fastest * (1 + SLACKS[-1])
+        return not near, sum(walk.num_rows for walk in walks) if near else 0, seconds
+
+    return sorted(trials, key=key)
+
+
+def _improved(task: Task, walk: Traversal, owner: IntArray, found: Sequence[Schedule]) -> Schedule:
+    """Moves single leaves to other ranks, and exchanges pairs of leaves, as long as the estimate falls."""
+
+    def schedule_of(owner: IntArray) -> Schedule | None:
+        walks = walks_of_owners(walk, walk, owner, task.config.world_size)
+        built = []
+        for _, cuts in cuts_to_try(task, walks):
+            try:
+                built.append(build_schedule(task, walks, cuts))
+            except LimitError:
                 continue
-            seconds = _lockstep_seconds(tables, cuts) + count * (task.step.microbatches + task.step.calls)
-            if seconds < best_seconds:
-                best, best_seconds = cuts, seconds
-        if best is not None:
-            yield best
+        return min(built, key=lambda s: s.estimated_seconds, default=None)
+
+    best = min(found, key=lambda schedule: schedule.estimated_seconds)
+    current = schedule_of(owner) or best
+    improved = True
+    while improved:
+        improved = False
+        for changed in _neighbours(owner, task.config.world_size):
+            other = schedule_of(changed)
+            if other is not None and other.estimated_seconds < current.estimated_seconds * (1 - 1e-9):
+                owner, current, improved = changed, other, True
+                break
+    return min(best, current, key=lambda schedule: schedule.estimated_seconds)
 
 
-def _recompute_choices(task: Task, tables: Sequence[CutTable]) -> list[int]:
-    """Lengths below which a prefix is computed again on its rank: never, or where that is faster than reading it."""
-    if task.config.sharing == "always":
-        return [0]
-    row_seconds = task.step.rows + task.step.linear_rows
-    state_seconds = task.step.handoff_bytes * task.cost.handoff_bytes_per_state
-    below = int(state_seconds / row_seconds) if row_seconds > 0 else 0
-    shallow = min((int(t.above[1:-1].min()) for t in tables if len(t.above) > 2), default=0)
-    return [0, below] if below > max(shallow, 0) else [0]
-
-
-def _lockstep_seconds(tables: Sequence[CutTable], cuts: Sequence[Sequence[Piece]]) -> float:
-    """Time of the rows of pieces that run side by side, the slowest of each."""
-    slots = np.zeros((len(tables), max(len(pieces) for pieces in cuts)))
-    for rank, (table, pieces) in enumerate(zip(tables, cuts, strict=True)):
-        if pieces:
-            bounds = np.searchsorted(table.place, [piece.start for piece in pieces] + [pieces[-1].stop])
-            slots[rank, : len(pieces)] = np.diff(table.seconds[bounds])
-    return float(slots.max(axis=0).sum())
-
-
-def build_schedule(task: Task, walks: Sequence[Traversal], cuts: Sequence[Sequence[Piece]]) -> Schedule:
-    """The schedule of given pieces, with an order within the limits.
-
-    Raises:
-        LimitError: no such order.
-    """
-    config = task.config
-    microbatches = assemble(walks, cuts)
-    measures = [measure(task.ends, microbatch, task.cost) for microbatch in microbatches]
-    exports = Exports(microbatches, measures, task.cost)
-    by_rank: list[list] = [[] for _ in walks]
-    for microbatch in microbatches:
-        by_rank[microbatch.rank].append(microbatch)
-    rank_ops = tuple(
-        tuple(
-            order_ops(
-                own,
-                microbatches,
-                exports.of,
-                execution=task.execution,
-                max_graph_tokens=config.max_graph_tokens,
-                max_handoff_bytes=config.max_handoff_bytes,
-            )
-        )
-        for own in by_rank
-    )
-    schedule = Schedule(
-        tree=task.tree,
-        microbatches=tuple(microbatches),
-        config=config,
-        execution=task.execution,
-        rank_ops=rank_ops,
-    )
-    # They are what the schedule would compute itself on first use.
-    schedule.__dict__["measures"] = measures
-    schedule.__dict__["exports"] = exports
-    return schedule
+def _neighbours(owner: IntArray, world_size: int) -> Iterator[IntArray]:
+    for leaf in range(len(owner)):
+        for rank in range(world_size):
+            if rank != owner[leaf]:
+                changed = owner.copy()
+                changed[leaf] = rank
+                yield changed
+    for first, second in combinations(range(len(owner)), 2):
+        if owner[first] != owner[second]:
+            changed = owner.copy()
+            changed[first], changed[second] = owner[second], owner[first]
+            yield changed
 
 
 def _no_schedule(config: PlannerConfig, failures: Sequence[LimitError]) -> ValueError:

@@ -1,0 +1,144 @@
+"""One trial of the planner: walks and cuts in, a schedule within the limits out (NumPy only)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from harts_hf.planner.accounting import ChunkEnds, Exports, measure
+from harts_hf.planner.assemble import assemble
+from harts_hf.planner.config import PlannerConfig
+from harts_hf.planner.cost import Coefficients, CostModel
+from harts_hf.planner.cuts import Piece, PieceLimits, cut_evenly, cut_greedily, cut_whole_paths
+from harts_hf.planner.microbatch import Microbatch
+from harts_hf.planner.orders import order_ops
+from harts_hf.planner.schedule import Schedule
+from harts_hf.planner.traversal import CutTable, Traversal
+from harts_hf.tree import RolloutTree
+
+EXTRA_PIECES = 3
+FEW_PIECES = 16
+Cuts = list[list[Piece]]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Task:
+    """What is planned, and tables that every trial needs."""
+
+    tree: RolloutTree
+    config: PlannerConfig
+    cost: CostModel
+    execution: str
+    step: Coefficients
+    ends: ChunkEnds
+
+    @classmethod
+    def of(cls, tree: RolloutTree, config: PlannerConfig) -> "Task":
+        """Of a forest and a configuration."""
+        cost = config.cost or CostModel()
+        execution = "replay" if config.execution == "auto" else config.execution
+        return cls(
+            tree=tree,
+            config=config,
+            cost=cost,
+            execution=execution,
+            step=cost.step(forwards=2 if execution == "replay" else 1),
+            ends=ChunkEnds(tree, config.chunk_size),
+        )
+
+    @property
+    def max_rows(self) -> int:
+        """Network rows of a microbatch: its graph has to fit too."""
+        return min(self.config.max_tokens_per_microbatch, self.config.max_graph_tokens or 2**62)
+
+
+def cuts_to_try(task: Task, walks: Sequence[Traversal]) -> Iterator[tuple[float, Cuts]]:
+    """Pieces of every rank, several to try, each with a rough estimate of the step's seconds."""
+    config, step = task.config, task.step
+    tables = [CutTable.build(walk, chunk_size=config.chunk_size, step=step) for walk in walks]
+    if not config.handoff:
+        cuts = [cut_whole_paths(walk, task.max_rows) for walk in walks]
+        yield _rough_seconds(task, tables, cuts), cuts
+        return
+    for recompute_below in _recompute_choices(task, tables):
+        limits = PieceLimits(rows=task.max_rows, linear_rows=config.max_linear_rows, recompute_below=recompute_below)
+        greedy = [cut_greedily(table, limits, chunk_size=config.chunk_size, step=step) for table in tables]
+        choices = [(limits, greedy)]
+        if max(map(len, greedy)) <= FEW_PIECES:  # where a piece saved is worth an unfinished chunk
+            ragged = replace(limits, aligned=False)
+            fewer = [cut_greedily(table, ragged, chunk_size=config.chunk_size, step=step) for table in tables]
+            if max(map(len, fewer)) < max(map(len, greedy)):
+                choices.append((ragged, fewer))
+        for choice, pieces in choices:
+            yield _evened(task, tables, choice, pieces)
+
+
+def _evened(task: Task, tables: Sequence[CutTable], limits: PieceLimits, greedy: Cuts) -> tuple[float, Cuts]:
+    """On one rank the fewest pieces; on several, even ones: the number of the best rough estimate."""
+    if len(tables) == 1:
+        return _rough_seconds(task, tables, greedy), greedy
+    fewest = max(map(len, greedy))
+    found = []
+    for count in range(fewest, fewest + EXTRA_PIECES):
+        even = cut_evenly(tables, limits, count, chunk_size=task.config.chunk_size, step=task.step)
+        if even is not None:
+            found.append((_rough_seconds(task, tables, even), count, even))
+    seconds, _, best = min(found, key=lambda trial: trial[:2])
+    return seconds, best
+
+
+def _recompute_choices(task: Task, tables: Sequence[CutTable]) -> list[int]:
+    """Lengths below which a prefix is computed again on its rank: never, or where that is faster than reading it."""
+    if task.config.sharing == "always":
+        return [0]
+    row_seconds = task.step.rows + task.step.linear_rows
+    state_seconds = task.step.handoff_bytes * task.cost.handoff_bytes_per_state
+    below = int(state_seconds / row_seconds) if row_seconds > 0 else 0
+    inner = [table.above[1:-1] for table in tables if len(table.above) > 2]
+    shallow = min((int(above[above > 0].min(initial=2**62)) for above in inner), default=2**62)
+    return [0, below] if below > shallow else [0]
+
+
+def _rough_seconds(task: Task, tables: Sequence[CutTable], cuts: Cuts) -> float:
+    """Time of the rows of pieces that run side by side, the slowest of each, and of the microbatches themselves."""
+    slots = np.zeros((len(tables), max(len(pieces) for pieces in cuts)))
+    for rank, (table, pieces) in enumerate(zip(tables, cuts, strict=True)):
+        if pieces:
+            bounds = np.searchsorted(table.place, [piece.start for piece in pieces] + [pieces[-1].stop])
+            slots[rank, : len(pieces)] = np.diff(table.seconds[np.minimum(bounds, len(table.place) - 1)])
+    return float(slots.max(axis=0).sum()) + slots.shape[1] * (task.step.microbatches + task.step.calls)
+
+
+def build_schedule(task: Task, walks: Sequence[Traversal], cuts: Cuts) -> Schedule:
+    """The schedule of given pieces, with an order within the limits.
+
+    Raises:
+        LimitError: no such order.
+    """
+    config = task.config
+    microbatches = assemble(walks, cuts)
+    measures = [measure(task.ends, microbatch, task.cost) for microbatch in microbatches]
+    exports = Exports(microbatches, measures, task.cost)
+    by_rank: list[list[Microbatch]] = [[] for _ in walks]
+    for microbatch in microbatches:
+        by_rank[microbatch.rank].append(microbatch)
+    rank_ops = tuple(
+        tuple(
+            order_ops(
+                own,
+                microbatches,
+                exports.of,
+                execution=task.execution,
+                max_graph_tokens=config.max_graph_tokens,
+                max_handoff_bytes=config.max_handoff_bytes,
+            )
+        )
+        for own in by_rank
+    )
+    schedule = Schedule(
+        tree=task.tree, microbatches=tuple(microbatches), config=config, execution=task.execution, rank_ops=rank_ops
+    )
+    # They are what the schedule would compute itself on first use.
+    schedule.__dict__["measures"] = measures
+    schedule.__dict__["exports"] = exports
+    return schedule
