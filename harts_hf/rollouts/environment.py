@@ -1,0 +1,121 @@
+"""What an environment is: a text game that the policy plays in turns, and that can be forked in the middle.
+
+A worked example: guess a digit within two tries, with a hint after the first::
+
+    class Digit(Environment):
+        def reset(self, prompt: str, *, seed: int) -> str:
+            self._secret, self._guess, self._tries = seed % 10, -1, 0
+            return prompt  # the text that the policy reads first
+
+        def step(self, action: str) -> StepResult:
+            self._guess, self._tries = int(action) if action.isdigit() else -1, self._tries + 1
+            hint = "higher" if self._guess < self._secret else "lower"
+            return StepResult(hint, done=self._guess == self._secret or self._tries == 2)
+
+        @property
+        def reward(self) -> float:
+            return float(self._guess == self._secret)
+
+    game = Digit()
+    game.reset("guess a digit", seed=7)
+    game.step("4")       # StepResult("higher", done=False)
+    twin = game.fork()   # both go on from the same state, and neither sees what the other does
+"""
+
+import copy
+import importlib
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple, Self
+
+from transformers import PreTrainedTokenizerBase
+
+
+class StepResult(NamedTuple):
+    """What an action led to.
+
+    Attributes:
+        observation: text that the policy reads next, not trained on; may be empty. Not shown when ``done``.
+        done: the episode is over.
+    """
+
+    observation: str
+    done: bool
+
+
+class Environment(ABC):
+    """A multi-turn text environment whose state can be forked; one instance is one running episode.
+
+    All text is plain: an environment for a chat model writes the chat template's marks into its own texts (the
+    observation of a turn ends with the marks that begin the next reply).
+    """
+
+    @abstractmethod
+    def reset(self, prompt: Any, *, seed: int) -> str:
+        """Begins an episode; called once, before any ``step``.
+
+        Args:
+            prompt: the ``prompt`` column of a dataset row, as it stands there.
+            seed: decides everything random about the episode; the leaves of a tree share it, and it differs from
+                group to group and from step to step.
+
+        Returns:
+            The text that the policy reads first.
+        """
+
+    @abstractmethod
+    def step(self, action: str) -> StepResult:
+        """Plays one turn.
+
+        Args:
+            action: the text of the policy's turn, special tokens left out; anything may come, also an empty text. A
+                wrong action is no error: answer it with an observation.
+        """
+
+    @property
+    @abstractmethod
+    def reward(self) -> float:
+        """The episode's reward as things stand; read once, when the episode is over or was cut short."""
+
+    def fork(self) -> Self:
+        """A copy that goes on by itself. Override where a deep copy is slow, or wrong (handles, connections)."""
+        return copy.deepcopy(self)
+
+    def prompts(self) -> list[Any]:
+        """Prompts to train on when the recipe names no data set.
+
+        Raises:
+            ValueError: this environment has none of its own.
+        """
+        raise ValueError(f"{type(self).__name__} has no prompts of its own: set dataset_name")
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """A tokenizer for a model that is built from scratch.
+
+        Raises:
+            ValueError: this environment has none of its own.
+        """
+        raise ValueError(f"{type(self).__name__} has no tokenizer of its own: set model_name_or_path")
+
+
+def load_object(path: str) -> Any:
+    """Imports what a dotted path names.
+
+    Args:
+        path: ``package.module:Name`` or ``package.module.Name``.
+
+    Raises:
+        ValueError: not such a path, no such module, or no such name in it.
+    """
+    module_name, separator, name = path.rpartition(":" if ":" in path else ".")
+    if not separator or not module_name or not name:
+        raise ValueError(f"expected a dotted path such as package.module:Name, got {path!r}")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that is there but lacks a dependency is another problem than a wrong path.
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise
+        raise ValueError(f"cannot import {module_name!r} (from {path!r}): {error}") from error
+    if not hasattr(module, name):
+        raise ValueError(f"module {module_name!r} has no {name!r} (from {path!r})")
+    return getattr(module, name)

@@ -1,0 +1,1 @@
+"""Environments that come with the package and need no download."""
