@@ -1,5 +1,6 @@
 """A planned window: the tree of an update, its schedule, and its microbatches as tensors."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -9,6 +10,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from harts_hf.batch import TreeBatch
+from harts_hf.errors import HartsWarning
 from harts_hf.planner import PlannerConfig, Schedule, plan_window
 from harts_hf.tree import RolloutTree
 
@@ -45,6 +47,7 @@ class TreeWindow:
         self.rollout_tree = tree
         self.schedule: Schedule = plan_window(tree, replace(planner or PlannerConfig(), handoff=False))
         self.tree = self.schedule.tree
+        self._warn_oversized()
 
     @cached_property
     def batches(self) -> list[TreeBatch]:
@@ -56,6 +59,19 @@ class TreeWindow:
         for batch in self.batches:
             batch.to(device)
         return self
+
+    def _warn_oversized(self) -> None:
+        oversized, microbatches = self.schedule.oversized, self.schedule.microbatches
+        if not oversized:
+            return
+        budget = self.schedule.config.max_tokens_per_microbatch
+        longest = max(microbatches[i].num_rows for i in oversized)
+        warnings.warn(
+            f"{len(oversized)} of {len(microbatches)} microbatches hold one trajectory longer than "
+            f"max_tokens_per_microbatch={budget} (up to {longest} tokens); each runs alone and needs the memory",
+            HartsWarning,
+            stacklevel=3,
+        )
 
     def label_rows(self, index: int) -> np.ndarray:
         """Rows of the tree whose log-probs are those of trajectory ``index``, ``[L - 1]``."""

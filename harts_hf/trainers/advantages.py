@@ -45,7 +45,14 @@ class TreeAdvantages:
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         parent: Any = super()
-        self._rewards_per_func = parent._calculate_rewards(*args, **kwargs)
+        rewards: torch.Tensor = parent._calculate_rewards(*args, **kwargs)
+        infinite = rewards.isinf()  # TRL would turn what follows from them into huge finite advantages
+        if infinite.any():
+            row, function = infinite.nonzero()[0].tolist()
+            raise ValueError(
+                f"expected finite rewards, got {rewards[row, function]} from function {function} in row {row}"
+            )
+        self._rewards_per_func = rewards
         return self._rewards_per_func
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:

@@ -1,0 +1,204 @@
+"""What the tree trainers add to TRL: budgets, sharing, credit, metrics, and errors before a step is lost."""
+
+import numpy as np
+import pytest
+import torch
+from support import recorded
+from support.models import VOCAB, tiny_model
+from support.trainer_runs import assert_same_training, run_trainer
+from trl import GRPOConfig, GRPOTrainer
+
+from harts_hf import TreeGMPOConfig, TreeGMPOTrainer, TreeGRPOConfig, TreeGRPOTrainer, UnsupportedModelError
+from harts_hf.errors import HartsWarning
+
+METRICS = {
+    "sharing_ratio",
+    "forward_tokens",
+    "backward_tokens",
+    "expanded_tokens",
+    "replay_tokens",
+    "linear_calls",
+    "microbatches",
+    "oversized_microbatches",
+    "logp_recompute_maxdiff",
+    "planning_seconds",
+    "scoring_seconds",
+    "backward_seconds",
+}
+
+
+def tree_run(folder, **options):
+    """A run of TreeGRPOTrainer."""
+    return run_trainer(TreeGRPOTrainer, TreeGRPOConfig, folder, **options)
+
+
+def test_cut_trees_train_the_same(tmp_path):
+    """Microbatches that recompute prefixes, one oversized, and no sharing at all: the same training as stock."""
+    stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock")
+    with pytest.warns(HartsWarning, match="longer than max_tokens_per_microbatch=64"):
+        cut = tree_run(tmp_path / "cut", tree_sharing="always", tree_max_tokens_per_microbatch=64)
+    apart = tree_run(tmp_path / "apart", tree_sharing="never")
+    assert_same_training(stock, cut)
+    assert_same_training(stock, apart)
+    for log in cut[1][:-1]:
+        assert log["tree/microbatches"] > 1 and log["tree/oversized_microbatches"] >= 1
+        assert log["tree/forward_tokens"] > log["tree/expanded_tokens"] / log["tree/sharing_ratio"]
+    for log in apart[1][:-1]:
+        assert log["tree/forward_tokens"] == log["tree/expanded_tokens"]
+
+
+def test_metrics(tmp_path):
+    """Every metric of ours stands beside TRL's in each log."""
+    _, logs, _ = tree_run(tmp_path, tree_sharing="always")
+    for log in logs[:-1]:
+        assert {name.removeprefix("tree/") for name in log if name.startswith("tree/")} == METRICS
+        assert all(np.isfinite(log[f"tree/{name}"]) for name in METRICS)
+
+
+def test_turn_credit_reaches_the_loss(tmp_path):
+    """With tree_credit="turn" the batch holds (B, T) advantages: equal along a turn, 0 on the environment's tokens."""
+    seen = []
+
+    class Spy(TreeGRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            seen.append(super()._generate_and_score_completions(inputs))
+            return seen[-1]
+
+    run_trainer(Spy, TreeGRPOConfig, tmp_path, tree_credit="turn", max_steps=1)
+    batch = seen[0]
+    assert batch["advantages"].shape == batch["completion_ids"].shape
+    own = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    assert not batch["advantages"][~own].any()
+    assert len(batch["advantages"][own].unique()) > recorded.NUM_GENERATIONS // 2
+    for row, mask in zip(batch["advantages"], own, strict=True):
+        starts = (mask & ~mask.roll(1)).nonzero().flatten().tolist()
+        for start in starts:
+            stop = start + int((~mask[start:]).int().argmax()) if (~mask[start:]).any() else len(mask)
+            assert (row[start:stop] == row[start]).all()
+
+
+def test_all_rows_masked(tmp_path):
+    """A batch whose completions are all truncated and masked takes a step of zero gradients, like stock TRL."""
+
+    def never_ends(prompts, trainer):
+        output = recorded.rollout_func(prompts, trainer)
+        for row in output["completion_ids"]:
+            row[-1] = 5
+        return output
+
+    options = {"mask_truncated_completions": True, "rollout_func": never_ends, "max_steps": 1}
+    parameters, logs, _ = tree_run(tmp_path, **options)
+    start = dict(tiny_model("qwen3_5_text", dtype=torch.float64, seed=1).named_parameters())
+    assert logs[0]["grad_norm"] == 0
+    assert all(torch.equal(value, start[name]) for name, value in parameters.items())
+
+
+def broken(change):
+    """A rollout function whose output ``change`` breaks."""
+
+    def rollout_func(prompts, trainer):
+        output = recorded.rollout_func(prompts, trainer)
+        change(output)
+        return output
+
+    return rollout_func
+
+
+def set_item(key, row, value):
+    """Replaces one row of a column."""
+
+    def change(output):
+        output[key] = list(output[key])
+        output[key][row] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda out: [out[key].pop() for key in out], "8 rows for 8 prompts.*got 7"),
+        (lambda out: out.pop("logprobs"), "got no logprobs"),
+        (set_item("completion_ids", 1, []), r"completion_ids\[1\] to hold at least one token"),
+        (set_item("prompt_ids", 2, []), r"prompt_ids\[2\] to hold at least one token"),
+        (set_item("completion_ids", 0, [3, VOCAB]), rf"\[0, {VOCAB}\) in completion_ids\[0\], got {VOCAB}"),
+        (set_item("env_mask", 3, [1]), r"env_mask\[3\] to have \d+ entries.*got 1"),
+        (set_item("logprobs", 3, [0.0]), r"logprobs\[3\] to have \d+ entries.*got 1"),
+        (lambda out: out["logprobs"][0].__setitem__(0, float("nan")), r"finite numbers in logprobs\[0\], got nan"),
+        (lambda out: out["env_mask"][0].__setitem__(0, 2), r"0 or 1 in env_mask\[0\], got 2"),
+        (
+            lambda out: out.update(advantages=[[float("nan")] * len(row) for row in out["completion_ids"]]),
+            r"finite numbers in advantages\[0\]",
+        ),
+        (lambda out: out.update(advantages=[[0.0]] * 8), r"advantages\[0\] to have \d+ entries"),
+    ],
+    ids=[
+        "rows",
+        "missing-key",
+        "empty-completion",
+        "empty-prompt",
+        "vocabulary",
+        "mask-length",
+        "logprob-length",
+        "nan-logprob",
+        "mask-value",
+        "nan-advantage",
+        "advantage-length",
+    ],
+)
+def test_broken_rollouts(change, message, tmp_path):
+    """A rollout function's mistakes are named before any step is taken."""
+    with pytest.raises(ValueError, match=message):
+        tree_run(tmp_path, rollout_func=broken(change))
+
+
+def test_reward_without_end(tmp_path):
+    """An infinite reward would become huge finite advantages in TRL."""
+    with pytest.raises(ValueError, match="finite rewards, got inf from function 0 in row 0"):
+        tree_run(tmp_path, rollout_func=broken(set_item("recorded_reward", 0, float("inf"))))
+
+
+def test_token_advantages_need_a_loss_that_knows_them(tmp_path):
+    """GMPO's loss has one advantage per trajectory."""
+    with pytest.raises(ValueError, match="TreeGMPOTrainer knows none per token"):
+        run_trainer(TreeGMPOTrainer, TreeGMPOConfig, tmp_path, rollout_func=recorded.rollout_func_with_advantages)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tree_max_tokens_per_microbatch": 63}, "max_tokens_per_microbatch of at least 64"),
+        ({"tree_sharing": "sometimes"}, "sharing to be one of auto, always, never"),
+        ({"tree_credit": "token"}, "tree_credit to be one of trajectory, turn"),
+    ],
+)
+def test_bad_options(options, message, tmp_path):
+    """Options are checked when the configuration is made."""
+    with pytest.raises(ValueError, match=message):
+        TreeGRPOConfig(**recorded.arguments(tmp_path, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"optim": "adalomo"}, "optim=OptimizerNames.ADALOMO"),
+    ],
+)
+def test_refused_arguments(options, message, tmp_path):
+    """Settings that the tree step would get wrong are refused before training."""
+    with pytest.raises(UnsupportedModelError, match=message):
+        tree_run(tmp_path, **options)
+
+
+def test_auxiliary_loss_is_refused(tmp_path):
+    """A MoE model whose auxiliary loss TRL would add; switched off, it trains."""
+    with pytest.raises(UnsupportedModelError, match="auxiliary loss"):
+        tree_run(tmp_path, family="qwen3_next")
+
+
+def test_plain_trl_configuration_is_refused(tmp_path):
+    """A GRPOConfig lacks the tree options."""
+    with pytest.raises(ValueError, match="args to be a TreeGRPOConfig, got GRPOConfig"):
+        run_trainer(TreeGRPOTrainer, GRPOConfig, tmp_path)
