@@ -1,44 +1,10 @@
-"""The oracle: the unpatched Hugging Face model, one trajectory at a time, and fp64 for both sides."""
-
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
-from typing import Any
+"""The oracle: the unpatched Hugging Face model, one trajectory at a time, in fp64."""
 
 import numpy as np
 import torch
 from torch import nn
 
-from harts_hf.modeling.families import family_of
-
-
-class _WideTorch(ModuleType):
-    """``torch`` with ``float32`` meaning float64, to stand in a modeling module's globals."""
-
-    float32 = float = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-@contextmanager
-def float64_everywhere(model: nn.Module) -> Iterator[None]:
-    """Lifts every fp32 cast of the model's family to fp64, for stock and patched models alike."""
-    module = family_of(model).module
-    stock_torch, stock_float = module.torch, torch.Tensor.float
-
-    def wide_float(tensor: torch.Tensor) -> torch.Tensor:
-        caller = sys._getframe(1).f_globals["__name__"]
-        return tensor.double() if caller == module.__name__ else stock_float(tensor)
-
-    module.torch = _WideTorch("torch")
-    torch.Tensor.float = wide_float
-    try:
-        yield
-    finally:
-        module.torch = stock_torch
-        torch.Tensor.float = stock_float
+from harts_hf.modeling.widening import float64_everywhere as float64_everywhere
 
 
 def trajectory_log_probs(model: nn.Module, tokens: np.ndarray, temperature: float = 1.0) -> torch.Tensor:

@@ -1,0 +1,48 @@
+"""float64 for both sides of a comparison: Transformers' modeling code casts to float32 in many places."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from harts_hf.modeling.families import family_of
+from harts_hf.modeling.patching import causal_lm_of
+
+
+class _WideTorch(ModuleType):
+    """``torch`` with ``float32`` meaning float64, to stand in a modeling module's globals."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def float64_everywhere(model: nn.Module) -> Iterator[None]:
+    """Lifts every fp32 cast of the model's family to fp64, for stock and patched models alike.
+
+    The model itself is moved to float64 by the caller. For a context of one thread: the family's module and
+    ``torch.Tensor.float`` are exchanged meanwhile.
+
+    Raises:
+        UnsupportedModelError: not one of the supported families.
+    """
+    module: Any = family_of(causal_lm_of(model)).module
+    stock_torch, stock_float = module.torch, torch.Tensor.float
+
+    def wide_float(tensor: torch.Tensor) -> torch.Tensor:
+        caller = sys._getframe(1).f_globals["__name__"]
+        return tensor.double() if caller == module.__name__ else stock_float(tensor)
+
+    module.torch = _WideTorch("torch")
+    torch.Tensor.float = wide_float  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        module.torch = stock_torch
+        torch.Tensor.float = stock_float  # type: ignore[method-assign]
