@@ -69,9 +69,10 @@ Run = tuple[int, int]
 
 
 def place_runs(leaves: LeafTable, world_size: int, slacks: Sequence[float]) -> list[IntArray]:
-    """Ranks of the leaves, ``[L]``, one answer for each of ``slacks``.
+    """Ranks of the leaves, ``[L]``, several answers from the fastest to the one that repeats least.
 
-    Searches the smallest time within which :func:`_pack` succeeds, then packs within ``1 + slack`` of it.
+    Searches the smallest time within which :func:`_pack` succeeds, then packs within ``1 + slack`` of it, and with
+    the least slack that repeats about as little as the last.
     Complexity: O(log) packings.
     """
     starts = np.flatnonzero(np.append(True, leaves.root[1:] != leaves.root[:-1]))
@@ -88,8 +89,33 @@ def place_runs(leaves: LeafTable, world_size: int, slacks: Sequence[float]) -> l
             low = middle
         else:
             high, best = middle, found
-    packings = [_pack(leaves, roots, world_size, high * (1 + slack)) or best for slack in slacks]
+    packings = [best]
+    for slack in slacks:
+        packings.append(_pack(leaves, roots, world_size, high * (1 + slack)) or best)
+    packings.append(_least_slack(leaves, roots, world_size, high, high * (1 + slacks[-1])) or best)
     return [_owner_of_leaves(ranks, leaves.num_leaves) for ranks in packings]
+
+
+def _least_slack(
+    leaves: LeafTable, roots: list[Run], world_size: int, low: float, high: float
+) -> list[list[Run]] | None:
+    """The packing of the least time that repeats about as little as the one within ``high``."""
+
+    def total(ranks: list[list[Run]]) -> float:
+        return sum(leaves.run(*run) for runs in ranks for run in runs)
+
+    best = _pack(leaves, roots, world_size, high)
+    if best is None:
+        return None
+    enough = total(best) * 1.003
+    while high - low > 2e-3 * high:
+        middle = (low + high) / 2
+        found = _pack(leaves, roots, world_size, middle)
+        if found is not None and total(found) <= enough:
+            high, best = middle, found
+        else:
+            low = middle
+    return best
 
 
 def _owner_of_leaves(ranks: list[list[Run]], num_leaves: int) -> IntArray:
@@ -104,7 +130,7 @@ def _pack(leaves: LeafTable, roots: list[Run], world_size: int, seconds: float) 
     """Runs on ranks within ``seconds`` each, or None.
 
     Trees that are too long for a rank are cut from their deep end. The largest run then goes to a rank that has room
-    (the fullest such rank, or the emptiest: both are tried); if none has, the early part of it fills the emptiest one.
+    (the emptiest, or if that fails the fullest such rank); if none has, the early part of it fills the emptiest one.
     """
     queue = []
     for start, stop in roots:
@@ -116,7 +142,7 @@ def _pack(leaves: LeafTable, roots: list[Run], world_size: int, seconds: float) 
             stop = cut
         queue.append((start, stop))
     queue.sort(key=lambda run: (-leaves.run(*run), run))
-    for fullest in (True, False):
+    for fullest in (False, True):
         found = _fill(leaves, list(queue), world_size, seconds, fullest)
         if found is not None:
             return found

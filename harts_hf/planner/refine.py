@@ -1,6 +1,7 @@
 """Level 2: tries placements, cuts and orders together, keeps the best schedule within the limits (NumPy only)."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -14,7 +15,8 @@ from harts_hf.planner.trials import Cuts, Task, build_schedule, cuts_to_try
 from harts_hf.tree import IntArray, RolloutTree
 
 # Placements may be this much slower than the fastest found, for fewer rows computed twice.
-SLACKS = (0.0, 0.04, 0.1)
+SLACKS = (0.02, 0.05, 0.08, 0.12)
+SAME_ROWS = 0.005
 # Above this many microbatches the trials are ranked by rough estimates and only the best is built.
 MANY_PIECES = 48
 # Up to this many leaves times ranks, leaves are moved one by one and exchanged in pairs.
@@ -36,7 +38,8 @@ def best_schedule(tree: RolloutTree, config: PlannerConfig) -> Schedule:
     trials = list(_trials(task, walk, owners))
     found: list[Schedule] = []
     failures: list[LimitError] = []
-    for _, walks, cuts in _ranked(config, trials):
+    rough = [(seconds, sum(walk.num_rows for walk in walks)) for seconds, walks, _ in trials]
+    for _, walks, cuts in [trials[place] for place in _best_first(config, rough)]:
         try:
             found.append(build_schedule(task, walks, cuts))
         except LimitError as error:
@@ -52,11 +55,19 @@ def best_schedule(tree: RolloutTree, config: PlannerConfig) -> Schedule:
 
 
 def _choose(config: PlannerConfig, found: Sequence[Schedule]) -> Schedule:
-    fastest = min(schedule.estimated_seconds for schedule in found)
+    costs = [(schedule.estimated_seconds, schedule.forward_tokens) for schedule in found]
+    return found[_best_first(config, costs)[0]]
+
+
+def _best_first(config: PlannerConfig, costs: Sequence[tuple[float, int]]) -> list[int]:
+    """Places of ``(seconds, rows)`` in the order of preference."""
+    preferred = list(range(len(costs)))
     if config.sharing == "always":
-        near = [s for s in found if s.estimated_seconds <= fastest * (1 + SLACKS[-1]) + 1e-12]
-        return min(near, key=lambda schedule: (schedule.forward_tokens, schedule.estimated_seconds))
-    return min(found, key=lambda schedule: (schedule.estimated_seconds, schedule.forward_tokens))
+        fastest = min(seconds for seconds, _ in costs)
+        near = [i for i, (seconds, _) in enumerate(costs) if seconds <= fastest * (1 + SLACKS[-1]) + 1e-12]
+        fewest = min(costs[i][1] for i in near)
+        preferred = [i for i in near if costs[i][1] <= fewest * (1 + SAME_ROWS)]
+    return sorted(range(len(costs)), key=lambda i: (i not in preferred, *costs[i]))
 
 
 Trial = tuple[float, list[Traversal], Cuts]
@@ -66,7 +77,10 @@ def _placements(task: Task, walk: Traversal) -> list[IntArray]:
     """Owners of the leaves, several to try; none on one rank."""
     if task.config.world_size == 1:
         return []
-    leaves = LeafTable.build(walk, chunk_size=task.config.chunk_size, step=task.step)
+    # Rows pay their share of a full microbatch here, so that ranks of many cheap rows do not need more microbatches.
+    share = (task.step.microbatches + task.step.calls) / task.max_rows
+    step = replace(task.step, rows=task.step.rows + share)
+    leaves = LeafTable.build(walk, chunk_size=task.config.chunk_size, step=step)
     found: list[IntArray] = []
     for owner in place_runs(leaves, task.config.world_size, SLACKS):
         if not any(np.array_equal(owner, other) for other in found):
@@ -84,18 +98,6 @@ def _trials(task: Task, walk: Traversal, owners: Sequence[IntArray]) -> Iterator
         for walks in [walks_of_owners(walk, order, owner, config.world_size) for owner in owners] or [[order]]:
             for seconds, cuts in cuts_to_try(task, walks):
                 yield seconds, walks, cuts
-
-
-def _ranked(config: PlannerConfig, trials: list[Trial]) -> list[Trial]:
-    """Trials in the order in which they are likely to be chosen."""
-    fastest = min(seconds for seconds, _, _ in trials)
-
-    def key(trial: Trial) -> tuple[bool, int, float]:
-        seconds, walks, _ = trial
-        near = config.sharing == "always" and seconds <= fastest * (1 + SLACKS[-1])
-        return not near, sum(walk.num_rows for walk in walks) if near else 0, seconds
-
-    return sorted(trials, key=key)
 
 
 def _improved(task: Task, walk: Traversal, owner: IntArray, found: Sequence[Schedule]) -> Schedule:
