@@ -1,8 +1,4 @@
-"""tree_logprobs against the unpatched model, one trajectory at a time, in float64.
-
-Budget: the stock model differs from itself (a prefix alone against inside a longer sequence) by 2e-14 in log-probs and
-gradients in this setting, so 1e-10 and 1e-9 leave four orders for sums in another order and none for a mistake.
-"""
+"""tree_logprobs against the unpatched model, one trajectory at a time, in float64; the budget is in support.parity."""
 
 from contextlib import nullcontext
 
@@ -10,54 +6,11 @@ import numpy as np
 import pytest
 import torch
 from support.models import FAMILIES, VOCAB, tiny_model
-from support.oracle import (
-    assert_gradients_close,
-    float64_everywhere,
-    gradients,
-    random_weights,
-    trajectory_entropy,
-    trajectory_log_probs,
-)
+from support.parity import check_parity
 from support.trees import BRANCH_DEPTHS, branching, random_trajectories, real_trajectories
 
-from harts_hf import PlannerConfig, patch, tree_logprobs, unpatch
+from harts_hf import PlannerConfig
 from harts_hf.errors import HartsWarning
-
-LOG_PROB_TOLERANCE = 1e-10
-GRADIENT_TOLERANCE = 1e-9
-
-
-def expected_of(model, trajectories, weights, entropy_weights, temperature):
-    """Log-probs, entropies and gradients of the stock model."""
-    model.zero_grad()
-    log_probs, entropies = [], []
-    for row, weight, entropy_weight in zip(trajectories, weights, entropy_weights, strict=True):
-        log_prob = trajectory_log_probs(model, row, temperature)
-        entropy = trajectory_entropy(model, row, temperature)
-        ((log_prob * weight).sum() + (entropy * entropy_weight).sum()).backward()
-        log_probs.append(log_prob.detach())
-        entropies.append(entropy.detach())
-    return log_probs, entropies, gradients(model)
-
-
-def check_parity(model, trajectories, planner=None, temperature=1.0):
-    """Log-probs, entropies and every gradient of the tree against the stock model's."""
-    weights = random_weights(trajectories, torch.float64, seed=1)
-    entropy_weights = random_weights(trajectories, torch.float64, seed=2)
-    with float64_everywhere(model):
-        expected = expected_of(model, trajectories, weights, entropy_weights, temperature)
-        model.zero_grad()
-        patch(model)
-        log_probs, entropies = tree_logprobs(model, trajectories, planner, temperature, return_entropy=True)
-        pairs = [*zip(log_probs, weights, strict=True), *zip(entropies, entropy_weights, strict=True)]
-        sum((value * weight).sum() for value, weight in pairs).backward()
-        got = gradients(model)
-        unpatch(model)
-    for values, references in ((log_probs, expected[0]), (entropies, expected[1])):
-        for value, reference in zip(values, references, strict=True):
-            assert value.dtype == torch.float64
-            assert (value - reference).abs().max().item() < LOG_PROB_TOLERANCE if len(reference) else len(value) == 0
-    assert_gradients_close(got, expected[2], GRADIENT_TOLERANCE)
 
 
 @pytest.mark.parametrize("depth", BRANCH_DEPTHS)

@@ -1,0 +1,72 @@
+"""tree_logprobs against the unpatched model, one trajectory at a time, in float64.
+
+Budget: the stock model differs from itself (a prefix alone against inside a longer sequence) by 2e-14 in log-probs and
+gradients in this setting, so 1e-10 and 1e-9 leave four orders for sums in another order and none for a mistake.
+"""
+
+import numpy as np
+import torch
+from torch import nn
+
+from harts_hf import PlannerConfig, patch, tree_logprobs, unpatch
+from support.oracle import (
+    assert_gradients_close,
+    float64_everywhere,
+    gradients,
+    random_weights,
+    trajectory_entropy,
+    trajectory_log_probs,
+)
+
+LOG_PROB_TOLERANCE = 1e-10
+GRADIENT_TOLERANCE = 1e-9
+
+
+def expected_of(
+    model: nn.Module,
+    trajectories: list[np.ndarray],
+    weights: list[torch.Tensor],
+    entropy_weights: list[torch.Tensor],
+    temperature: float,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Log-probs, entropies and gradients of the stock model."""
+    model.zero_grad()
+    log_probs, entropies = [], []
+    for row, weight, entropy_weight in zip(trajectories, weights, entropy_weights, strict=True):
+        log_prob = trajectory_log_probs(model, row, temperature)
+        entropy = trajectory_entropy(model, row, temperature)
+        ((log_prob * weight).sum() + (entropy * entropy_weight).sum()).backward()
+        log_probs.append(log_prob.detach())
+        entropies.append(entropy.detach())
+    return log_probs, entropies, gradients(model)
+
+
+def assert_values_close(name: str, values: list[torch.Tensor], references: list[torch.Tensor]) -> None:
+    """Every float64 value of every trajectory within the tolerance."""
+    for index, (value, reference) in enumerate(zip(values, references, strict=True)):
+        assert value.dtype == torch.float64 and value.shape == reference.shape
+        difference = (value - reference).abs().max().item() if len(reference) else 0.0
+        assert difference < LOG_PROB_TOLERANCE, f"{name} of trajectory {index} differ by {difference:.1e}"
+
+
+def check_parity(
+    model: nn.Module,
+    trajectories: list[np.ndarray],
+    planner: PlannerConfig | None = None,
+    temperature: float = 1.0,
+) -> None:
+    """Log-probs, entropies and every gradient of the tree against the stock model's."""
+    weights = random_weights(trajectories, torch.float64, seed=1)
+    entropy_weights = random_weights(trajectories, torch.float64, seed=2)
+    with float64_everywhere(model):
+        expected = expected_of(model, trajectories, weights, entropy_weights, temperature)
+        model.zero_grad()
+        patch(model)
+        log_probs, entropies = tree_logprobs(model, trajectories, planner, temperature, return_entropy=True)
+        pairs = [*zip(log_probs, weights, strict=True), *zip(entropies, entropy_weights, strict=True)]
+        sum((value * weight).sum() for value, weight in pairs).backward()
+        got = gradients(model)
+        unpatch(model)
+    assert_values_close("log-probs", log_probs, expected[0])
+    assert_values_close("entropies", entropies, expected[1])
+    assert_gradients_close(got, expected[2], GRADIENT_TOLERANCE)
