@@ -68,6 +68,17 @@ def rollout_func_with_advantages(prompts: list[str], trainer: Any) -> dict[str, 
     return output
 
 
+def rollout_func_with_ends(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+    """Groups in which a rollout ends inside another, and a third equals that other."""
+    output = rollout_func(prompts, trainer)
+    for start in range(0, len(prompts), NUM_GENERATIONS):
+        for key in ("completion_ids", "logprobs", "env_mask"):
+            rows = output[key]
+            rows[start + 1] = list(rows[start + 3])
+            rows[start + 2] = rows[start + 3][: 2 * len(rows[start + 3]) // 3]
+    return output
+
+
 def recorded_reward(completions: list[Any], completion_ids: list[list[int]], **extra: Any) -> list[float]:
     """The reward that was recorded, or one made from the tokens where a trainer keeps no extra columns."""
     return extra.get("recorded_reward") or [sum(row) % 17 / 8 for row in completion_ids]

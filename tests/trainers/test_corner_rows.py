@@ -1,0 +1,43 @@
+"""Rows that merging trajectories could lose or count wrongly: three SGD steps equal stock TRL's all the same."""
+
+import numpy as np
+import pytest
+from support import recorded
+from support.trainer_runs import assert_same_training, run_trainer
+from trl import GRPOConfig, GRPOTrainer
+
+from harts_hf import RolloutTree, TreeGRPOConfig, TreeGRPOTrainer
+
+OPTIONS = {
+    # A rollout that ends inside another, and one that equals another.
+    "ends-and-duplicates": {"rollout_func": recorded.rollout_func_with_ends},
+    "ends-and-duplicates-off-policy": {
+        "rollout_func": recorded.rollout_func_with_ends,
+        "num_iterations": 2,
+        "epsilon": 0.01,
+        "learning_rate": 0.5,
+    },
+    # Tokens that the clip leaves without a gradient of their log-prob still have one of their entropy.
+    "entropy-of-clipped-tokens": {"entropy_coef": 0.2, "num_iterations": 2, "epsilon": 1e-3, "learning_rate": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_corner_rows(name, tmp_path):
+    """TreeGRPOTrainer trains as GRPOTrainer does."""
+    stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock", **OPTIONS[name])
+    tree = run_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path / "tree", tree_sharing="always", **OPTIONS[name])
+    assert_same_training(stock, tree)
+
+
+def test_the_rollouts_have_the_corners():
+    """The recorded groups hold an interior end and a duplicate, with rewards of their own."""
+    rows = recorded.rollouts_of("p0")
+    trainer = type("T", (), {"num_generations": 4, "model": type("M", (), {"training": True})})
+    output = recorded.rollout_func_with_ends(["p0"] * 4, trainer)
+    tree = RolloutTree.from_trajectories(
+        [np.array(p + c) for p, c in zip(output["prompt_ids"], output["completion_ids"], strict=True)]
+    )
+    assert (tree.num_children[tree.end_rows] > 0).sum() == 1
+    assert len(set(tree.end_rows.tolist())) == 3
+    assert len(set(rows["recorded_reward"])) == 4
