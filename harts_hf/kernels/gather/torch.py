@@ -1,7 +1,7 @@
 """Gather whose backward goes round by round: round k adds the k-th place of every row, so no two adds meet."""
 
-from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -11,6 +11,11 @@ from harts_hf.kernels.checks import wide_dtype
 
 # Below this many rows a round costs more in calls than its additions do one after another.
 _SMALL_ROUND = 32
+
+# (turn, rows, places)
+Round = tuple[int | None, torch.Tensor, torch.Tensor]
+# Every layer of a model reads by the same tables, forward and backward.
+_ROUNDS: "WeakKeyDictionary[GatherIndex, list[Round]]" = WeakKeyDictionary()
 
 
 def gather_rows(x: torch.Tensor, table: GatherIndex) -> torch.Tensor:
@@ -41,29 +46,42 @@ def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def sum_places(grad: torch.Tensor, table: GatherIndex) -> torch.Tensor:
     """``[R, ...]`` in float32 or wider: for each row the sum of ``grad`` over its places, in ascending order."""
-    total = grad.new_zeros(table.num_rows, *grad.shape[1:], dtype=wide_dtype(grad))
+    total: torch.Tensor | None = None
     for turn, rows, places in rounds(table):
-        add_round_(total, turn, rows, grad.index_select(0, places).to(total.dtype))
-    return total
+        part = grad.index_select(0, places).to(wide_dtype(grad))
+        if turn == 0 and len(rows) == table.num_rows:
+            total = part  # every row is read, as usual
+            continue
+        if total is None:
+            total = part.new_zeros(table.num_rows, *part.shape[1:])
+        add_round_(total, turn, rows, part)
+    return grad.new_zeros(table.num_rows, *grad.shape[1:], dtype=wide_dtype(grad)) if total is None else total
 
 
-def rounds(table: GatherIndex) -> Iterator[tuple[int | None, torch.Tensor, torch.Tensor]]:
-    """Splits a table into rounds ``(turn, rows, places)``: round k holds the k-th place of every row that has one.
+def rounds(table: GatherIndex) -> list[Round]:
+    """Splits a table into rounds: round k holds the k-th place of every row that has one.
 
     When few rows have places left, a last round of turn None holds them all, row by row in ascending order.
     """
+    if table not in _ROUNDS:
+        _ROUNDS[table] = _split_into_rounds(table)
+    return _ROUNDS[table]
+
+
+def _split_into_rounds(table: GatherIndex) -> list[Round]:
     counts = table.ptr.diff()
     rows = counts.nonzero().squeeze(1)
-    turn = 0
-    while len(rows) and (turn == 0 or len(rows) >= _SMALL_ROUND):
-        yield turn, rows, table.places[table.ptr[rows] + turn]
-        turn += 1
-        rows = rows[counts[rows] > turn]
+    found: list[Round] = []
+    while len(rows) and (not found or len(rows) >= _SMALL_ROUND):
+        turn = len(found)
+        found.append((turn, rows, table.places[table.ptr[rows] + turn]))
+        rows = rows[counts[rows] > turn + 1]
     if len(rows):
-        left = counts[rows] - turn
-        starts = (table.ptr[rows] + turn).repeat_interleave(left)
+        left = counts[rows] - len(found)
+        starts = (table.ptr[rows] + len(found)).repeat_interleave(left)
         steps = torch.arange(len(starts), device=left.device) - (left.cumsum(0) - left).repeat_interleave(left)
-        yield None, rows.repeat_interleave(left), table.places[starts + steps]
+        found.append((None, rows.repeat_interleave(left), table.places[starts + steps]))
+    return found
 
 
 def add_round_(total: torch.Tensor, turn: int | None, rows: torch.Tensor, part: torch.Tensor) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-_SMALLEST_BLOCK = 8
+# Measured on a CPU at 64 slots and channels: 2, 4, 8, 16 take 1.2, 1, 1.3 and 2 times as long.
+_SMALLEST_BLOCK = 4
 
 
 def span_sums(spans: torch.Tensor, g: torch.Tensor) -> torch.Tensor:

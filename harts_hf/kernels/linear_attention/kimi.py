@@ -2,7 +2,7 @@
 
 import torch
 
-from harts_hf.kernels.linear_attention.chunk import ChunkParts, solve_chunk
+from harts_hf.kernels.linear_attention.chunk import ChunkParts, SolveChunk
 from harts_hf.kernels.linear_attention.decayed_scores import DecayedScores, span_sums
 
 
@@ -14,7 +14,7 @@ def kimi_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tens
     decay_until = span_sums(ones.tril(), g).exp()  # from the chunk's start up to each slot
     decay_after = span_sums(ones.triu(1), g).exp()  # from each slot to the chunk's end
     keys = k * beta[..., None]
-    reads, new_values = solve_chunk(key_scores * beta[..., None], keys * decay_until, v * beta[..., None])
+    reads, new_values = SolveChunk.apply(key_scores * beta[..., None], keys * decay_until, v * beta[..., None])
     return ChunkParts(
         query=q * decay_until,
         scores=scores,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -10,29 +11,34 @@ from harts_hf.batch import GatherIndex, LinearTables
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """One step of the recurrence; all indices are places within a level's slice or within its kept nodes.
+    """One step of the recurrence: nodes ``start`` to ``stop`` of the renumbered ones.
 
     Attributes:
-        nodes: the level's nodes, a slice of the renumbered ones.
-        kept: ``[k]`` which of them leave a state that somebody reads; None for all of them.
-        num_kept: k.
-        parents: for each node the place, among the kept nodes of the level before, of the state that it starts from
-            (levels after the first).
+        start: first node.
+        kept_stop: nodes from ``start`` to here leave a state that somebody reads, those from here to ``stop`` do not.
+        stop: exclusive end.
+        parents: ``[stop - start]`` for each node the place, among the kept nodes of the level before, of the state
+            that it starts from (levels after the first).
         exports: rows of the exported states that this level fills.
         exported: for each of them the place among the kept nodes.
     """
 
-    nodes: slice
-    kept: torch.Tensor | None
-    num_kept: int
+    start: int
+    kept_stop: int
+    stop: int
     parents: torch.Tensor
     exports: torch.Tensor
     exported: torch.Tensor
 
+    @property
+    def num_kept(self) -> int:
+        """Nodes that leave a state."""
+        return self.kept_stop - self.start
+
 
 @dataclass(frozen=True, eq=False)
 class LevelOrder:
-    """The tables of a call in level order.
+    """The tables of a call in level order; within a level the nodes that leave a state come first.
 
     Attributes:
         gather: the gather table with its places renumbered.
@@ -62,23 +68,28 @@ class LevelOrder:
     @classmethod
     def build(cls, tables: LinearTables, export_nodes: torch.Tensor) -> "LevelOrder":
         """Renumbers ``tables``."""
-        size, order = tables.chunk_size, tables.level_nodes
+        size, device = tables.chunk_size, tables.parent.device
+        is_kept = tables.has_child.clone()
+        is_kept[export_nodes] = True
+        bounds = torch.tensor(tables.level_ptr, device=device)
+        level = torch.repeat_interleave(torch.arange(len(bounds) - 1, device=device), bounds.diff())
+        order = tables.level_nodes[torch.argsort(2 * level + ~is_kept[tables.level_nodes], stable=True)]
         number = torch.empty_like(order)
-        number[order] = torch.arange(len(order), device=order.device)
+        number[order] = torch.arange(len(order), device=device)
         parent = tables.parent[order]
         parent = torch.where(parent >= 0, number[parent], -1)
         exported = number[export_nodes]
         initial = tables.initial[order]
         starts = (initial >= 0).nonzero().squeeze(1)
-        gather = GatherIndex(
-            index=tables.gather.index.view(-1, size)[order].flatten(),
-            ptr=tables.gather.ptr,
-            places=number[tables.gather.places // size] * size + tables.gather.places % size,
-        )
+        kept_before = torch.nn.functional.pad(is_kept[order].cumsum(0), (1, 0))[bounds]
         return cls(
-            gather=gather,
+            gather=GatherIndex(
+                index=tables.gather.index.view(-1, size)[order].flatten(),
+                ptr=tables.gather.ptr,
+                places=number[tables.gather.places // size] * size + tables.gather.places % size,
+            ),
             output_places=number[tables.output.index // size] * size + tables.output.index % size,
-            levels=_levels(tables.level_ptr, parent, tables.has_child[order], exported),
+            levels=_levels(tables.level_ptr, kept_before.diff().tolist(), parent, exported),
             starts=starts,
             initial=initial[starts],
             parent=parent,
@@ -87,28 +98,35 @@ class LevelOrder:
         )
 
 
+# Every layer of a model walks by the same tables, mostly without exports.
+_ORDERS: "WeakKeyDictionary[LinearTables, LevelOrder]" = WeakKeyDictionary()
+
+
+def level_order(tables: LinearTables, export_nodes: torch.Tensor) -> LevelOrder:
+    """The tables in level order, kept for the next call if nothing is exported."""
+    if len(export_nodes):
+        return LevelOrder.build(tables, export_nodes)
+    if tables not in _ORDERS:
+        _ORDERS[tables] = LevelOrder.build(tables, export_nodes)
+    return _ORDERS[tables]
+
+
 def _levels(
-    level_ptr: tuple[int, ...], parent: torch.Tensor, has_child: torch.Tensor, exported: torch.Tensor
+    level_ptr: tuple[int, ...], num_kept: list[int], parent: torch.Tensor, exported: torch.Tensor
 ) -> list[Level]:
-    is_kept = has_child.clone()
-    is_kept[exported] = True
-    kept = is_kept.nonzero().squeeze(1)
-    place_in_kept = is_kept.cumsum(0) - 1
-    kept_ptr = [0, *(is_kept.cumsum(0)[torch.tensor(level_ptr[1:], device=parent.device) - 1]).tolist()]
     export_order = exported.argsort(stable=True)
-    export_bounds = torch.searchsorted(exported[export_order], torch.tensor(level_ptr, device=parent.device)).tolist()
+    export_ptr = torch.searchsorted(exported[export_order], torch.tensor(level_ptr, device=parent.device)).tolist()
     levels = []
     for level, (start, stop) in enumerate(pairwise(level_ptr)):
-        first_kept, end_kept = kept_ptr[level], kept_ptr[level + 1]
-        rows = export_order[export_bounds[level] : export_bounds[level + 1]]
+        exports = export_order[export_ptr[level] : export_ptr[level + 1]]
         levels.append(
             Level(
-                nodes=slice(start, stop),
-                kept=None if end_kept - first_kept == stop - start else kept[first_kept:end_kept] - start,
-                num_kept=end_kept - first_kept,
-                parents=place_in_kept[parent[start:stop]] - kept_ptr[level - 1] if level else parent[:0],
-                exports=rows,
-                exported=place_in_kept[exported[rows]] - first_kept,
+                start=start,
+                kept_stop=start + num_kept[level],
+                stop=stop,
+                parents=parent[start:stop] - level_ptr[max(0, level - 1)],
+                exports=exports,
+                exported=exported[exports] - start,
             )
         )
     return levels

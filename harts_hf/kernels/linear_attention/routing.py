@@ -48,6 +48,6 @@ def _passes_gradient(
     if grad_states is not None:
         passes[order.exported[(grad_states != 0).flatten(1).any(dim=1)]] = True
     for level in reversed(order.levels[1:]):
-        nodes = level.nodes
+        nodes = slice(level.start, level.stop)
         passes[order.parent[nodes][node_is_active[nodes] | passes[nodes]]] = True
     return passes

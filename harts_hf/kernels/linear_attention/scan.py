@@ -8,7 +8,8 @@ from torch.autograd.function import once_differentiable
 from harts_hf.kernels.linear_attention.order import Level, LevelOrder
 from harts_hf.kernels.linear_attention.routing import gradient_places
 
-# Shapes: M nodes in level order, h value heads, C slots, K channels of keys, V of values.
+# Shapes: M nodes in level order, h value heads, C slots, K channels of keys, V of values. Nodes and heads are one
+# dimension in the products, always batched ones, whose rounding does not depend on the batch.
 
 
 class ChunkScan(torch.autograd.Function):
@@ -38,30 +39,35 @@ class ChunkScan(torch.autograd.Function):
         order: LevelOrder,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        nodes, heads, _, channels = query.shape
-        starts = query.new_empty(nodes, heads, channels, new_values.shape[3])
+        nodes, heads, size, dim_v = new_values.shape
+        query, scores, reads, new_values, writes = (
+            x.flatten(0, 1) for x in (query, scores, reads, new_values, writes)
+        )
+        decay = decay.flatten(0, 1)[..., None]
+        starts = query.new_empty(nodes, heads, query.shape[2], dim_v)
         exports = starts.new_empty(len(order.exported), *starts.shape[1:])
         corrections = torch.empty_like(new_values)
+        flat_starts = starts.flatten(0, 1)
         left: torch.Tensor | None = None
         for level in order.levels:
-            at = level.nodes
             if left is None:
-                starts[at] = 0
+                starts[level.start : level.stop] = 0
                 starts[order.starts] = initial_states[order.initial]
             else:
-                torch.index_select(left, 0, level.parents, out=starts[at])
-            start, correction = starts[at], corrections[at]
-            torch.sub(new_values[at], _bmm(reads[at], start), out=correction)
-            if level.num_kept == 0:
-                continue
-            left = _kept(start, level) * _kept(decay[at], level)[..., None]
-            left += _bmm(_kept(writes[at], level).mT, _kept(correction, level))
-            if len(level.exports):
-                exports[level.exports] = left[level.exported]
-        outputs = _bmm(query, starts) + _bmm(scores, corrections)
+                torch.index_select(left, 0, level.parents, out=starts[level.start : level.stop])
+            at, kept = _flat_slices(level, heads)
+            torch.baddbmm(new_values[at], reads[at], flat_starts[at], alpha=-1, out=corrections[at])
+            if level.num_kept:
+                left = flat_starts[kept] * decay[kept]
+                left.baddbmm_(writes[kept].mT, corrections[kept])
+                left = left.unflatten(0, (-1, heads))
+                if len(level.exports):
+                    exports[level.exports] = left[level.exported]
+        outputs = torch.bmm(query, flat_starts).baddbmm_(scores, corrections).view(nodes, heads, size, dim_v)
         ctx.save_for_backward(query, scores, reads, writes, decay, starts, corrections)
         ctx.order, ctx.num_initial = order, len(initial_states)
-        return _rows(outputs, order.output_places), exports
+        places = order.output_places
+        return outputs.transpose(1, 2)[places // size, places % size], exports
 
     @staticmethod
     @once_differentiable
@@ -70,66 +76,56 @@ class ChunkScan(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         query, scores, reads, writes, decay, starts, corrections = ctx.saved_tensors
         order: LevelOrder = ctx.order
-        if grad_rows is None:
-            grad_rows = query.new_zeros(len(order.output_places), corrections.shape[1], corrections.shape[3])
-        grad_outputs = torch.zeros_like(corrections)
-        places = gradient_places(grad_rows, grad_exports, order)
-        grad_outputs.transpose(1, 2)[places // order.chunk_size, places % order.chunk_size] = grad_rows
-        grad_query = _bmm(grad_outputs, starts.mT)
-        grad_scores = _bmm(grad_outputs, corrections.mT)
-        grad_corrections = _bmm(scores.mT, grad_outputs)
-        grad_starts = _bmm(query.mT, grad_outputs)
-        grad_writes, grad_decay = torch.zeros_like(writes), torch.zeros_like(decay)
+        nodes, heads = starts.shape[:2]
+        flat_starts = starts.flatten(0, 1)
+        grad_outputs = _place_rows(grad_rows, grad_exports, corrections.unflatten(0, (nodes, heads)), order)
+        grad_query = torch.bmm(grad_outputs, flat_starts.mT)
+        grad_scores = torch.bmm(grad_outputs, corrections.mT)
+        grad_corrections = torch.bmm(scores.mT, grad_outputs)
+        flat_grad_starts = torch.bmm(query.mT, grad_outputs)
+        grad_starts = flat_grad_starts.unflatten(0, (nodes, heads))
+        grad_left = torch.zeros_like(starts)  # of outgoing states
+        flat_grad_left = grad_left.flatten(0, 1)
         below: Level | None = None  # the level that starts from this one's states
         for level in reversed(order.levels):
-            at = level.nodes
+            at, kept = _flat_slices(level, heads)
             if level.num_kept:
-                grad_left = starts.new_zeros(level.num_kept, *starts.shape[1:])
-                if below is not None:
-                    grad_left.index_add_(0, below.parents, grad_starts[below.nodes])  # children in ascending order
+                mine = grad_left[level.start : level.kept_stop]
+                if below is not None:  # children in ascending order
+                    mine.index_add_(0, below.parents, grad_starts[below.start : below.stop])
                 if grad_exports is not None and len(level.exports):
-                    grad_left.index_add_(0, level.exported, grad_exports[level.exports])
-                _add_kept(grad_corrections[at], level, _bmm(_kept(writes[at], level), grad_left))
-                _add_kept(grad_writes[at], level, _bmm(_kept(corrections[at], level), grad_left.mT))
-                product = (grad_left * _kept(starts[at], level)).sum(dim=-1)
-                _add_kept(grad_decay[at], level, product if decay.shape[2] > 1 else product.sum(-1, keepdim=True))
-                _add_kept(grad_starts[at], level, grad_left * _kept(decay[at], level)[..., None])
-            grad_starts[at] -= _bmm(reads[at].mT, grad_corrections[at])
+                    mine.index_add_(0, level.exported, grad_exports[level.exports])
+                grad_corrections[kept].baddbmm_(writes[kept], flat_grad_left[kept])
+                flat_grad_starts[kept].addcmul_(flat_grad_left[kept], decay[kept])
+            flat_grad_starts[at].baddbmm_(reads[at].mT, grad_corrections[at], alpha=-1)
             below = level
-        grad_reads = -_bmm(grad_corrections, starts.mT)
+        grad_reads = torch.bmm(grad_corrections, flat_starts.mT).neg_()
+        grad_writes = torch.bmm(corrections, flat_grad_left.mT)
+        grad_decay = flat_grad_left.mul_(flat_starts).sum(dim=-1)
+        if decay.shape[1] == 1:
+            grad_decay = grad_decay.sum(dim=-1, keepdim=True)
         grad_initial = None
         if ctx.needs_input_grad[6]:
             grad_initial = starts.new_zeros(ctx.num_initial, *starts.shape[1:])
             grad_initial.index_add_(0, order.initial, grad_starts[order.starts])
-        return (
-            grad_query,
-            grad_scores,
-            grad_reads,
-            grad_corrections,
-            grad_writes,
-            grad_decay,
-            grad_initial,
-            None,
-        )
+        parts = (grad_query, grad_scores, grad_reads, grad_corrections, grad_writes, grad_decay)
+        return *(part.unflatten(0, (nodes, heads)) for part in parts), grad_initial, None
 
 
-def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Product over the last two dimensions; always a batched one, whose rounding does not depend on the batch."""
-    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
+def _flat_slices(level: Level, heads: int) -> tuple[slice, slice]:
+    """The level's nodes, and those of them that leave a state, with nodes and heads in one dimension."""
+    return (
+        slice(level.start * heads, level.stop * heads),
+        slice(level.start * heads, level.kept_stop * heads),
+    )
 
 
-def _rows(slots: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """``[M, h, C, V]`` -> ``[N, h, V]``."""
-    size = slots.shape[2]
-    return slots.transpose(1, 2)[places // size, places % size]
-
-
-def _kept(x: torch.Tensor, level: Level) -> torch.Tensor:
-    return x if level.kept is None else x.index_select(0, level.kept)
-
-
-def _add_kept(total: torch.Tensor, level: Level, part: torch.Tensor) -> None:
-    if level.kept is None:
-        total += part
-    else:
-        total[level.kept] += part  # each node once
+def _place_rows(
+    grad_rows: torch.Tensor | None, grad_exports: torch.Tensor | None, like: torch.Tensor, order: LevelOrder
+) -> torch.Tensor:
+    """``[M h, C, V]``: gradients of output rows at the places where they enter, zeros elsewhere."""
+    grad = torch.zeros_like(like)
+    if grad_rows is not None:
+        places = gradient_places(grad_rows, grad_exports, order)
+        grad.transpose(1, 2)[places // order.chunk_size, places % order.chunk_size] = grad_rows
+    return grad.flatten(0, 1)

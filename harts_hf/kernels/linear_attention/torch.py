@@ -11,7 +11,7 @@ from harts_hf.kernels.gather.torch import gather_rows
 from harts_hf.kernels.linear_attention.chunk import ChunkParts
 from harts_hf.kernels.linear_attention.gated import gated_chunks
 from harts_hf.kernels.linear_attention.kimi import kimi_chunks
-from harts_hf.kernels.linear_attention.order import LevelOrder
+from harts_hf.kernels.linear_attention.order import LevelOrder, level_order
 from harts_hf.kernels.linear_attention.scan import ChunkScan
 
 _EPSILON = 1e-6
@@ -77,7 +77,7 @@ def _run(
     output_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows ``[E + N, heads, ...]`` in the wide dtype -> output rows and exported states."""
-    order = LevelOrder.build(tables, export_nodes)
+    order = level_order(tables, export_nodes)
     if len(order.initial) and int(order.initial.max()) >= len(initial_states):
         raise ValueError(
             f"expected initial_states for {int(order.initial.max()) + 1} boundary states, got {len(initial_states)}"
