@@ -154,7 +154,7 @@ class KimiDeltaAttention(LinearLayer):
         raw = (self.f_proj(x).to(wide) + self.dt_bias).unflatten(-1, (-1, self.dim))
         scale = self.A_log.exp()[:, None]
         g = -scale * F.softplus(raw) if self.low_rank else -5.0 * torch.sigmoid(scale * raw)
-        return g, self.in_proj_b(x).sigmoid(), self.g_proj(x).unflatten(-1, (-1, self.dim))
+        return g, self.in_proj_b(x).to(wide).sigmoid(), self.g_proj(x).unflatten(-1, (-1, self.dim))
 
 
 def make_layer(kind: str, *, seed: int = 0, small: bool = False, device: str = "cuda") -> LinearLayer:
@@ -162,9 +162,9 @@ def make_layer(kind: str, *, seed: int = 0, small: bool = False, device: str = "
     torch.manual_seed(seed)
     if small:
         layers = {
-            "gdn-16/32": lambda: GatedDeltaNet(256, 2, 4, 128),
-            "kda-32": lambda: KimiDeltaAttention(256, 4, 128, low_rank=True),
-            "kda-16": lambda: KimiDeltaAttention(256, 2, 128, low_rank=False),
+            "gdn-16/32": lambda: GatedDeltaNet(256, 4, 8, 128),
+            "kda-32": lambda: KimiDeltaAttention(256, 8, 128, low_rank=True),
+            "kda-16": lambda: KimiDeltaAttention(256, 8, 128, low_rank=False),
         }
     else:
         layers = {

@@ -20,9 +20,10 @@ from harts_hf.kernels.linear_attention.fla_tables import PackedChains, build_pac
 from harts_hf.kernels.linear_attention.triton_states import LaunchConfig, run_states_backward, run_states_forward
 from harts_hf.tree import RolloutTree
 
-CONFIGS = [LaunchConfig(*c) for c in itertools.product((16, 32, 64), (2, 4, 8), (1, 2, 3, 4))]
+# Eight warps are left out: with one stage the backward read out of bounds (Triton 3.7.1).
+CONFIGS = [LaunchConfig(*c) for c in itertools.product((16, 32, 64), (4,), (2, 3, 4))]
 KINDS = [(heads, value_heads, kimi) for heads, value_heads, kimi in ((16, 32, False), (32, 32, True), (16, 16, True))]
-WORKERS = 14
+WORKERS = 9
 
 
 def chains_of(forest: Forest) -> PackedChains:

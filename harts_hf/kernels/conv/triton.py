@@ -4,8 +4,10 @@
 
 Forward: each row reads its W ancestors; sums and SiLU in fp32, rounded once. Backward, first kernel: the gradient of
 the pre-activation (kept in the dtype of ``x``) and partial weight gradients, one a block of rows, summed afterwards in
-fp32. Second kernel: the gradient of each row is the sum over the places that read it, in ascending order; all but a
-few rows around branches are read at most W times and go tile by tile, the others one program a row.
+fp32. Second kernel: the gradient of each row is the sum over the rows that read it. Most rows are read by at most one
+row per tap and go tile by tile; the few before a branch go one program a row, their readers in ascending order.
+
+Tiles are as wide as a program's threads, so that every sum over rows stays within a thread.
 """
 
 from dataclasses import dataclass
@@ -19,38 +21,50 @@ from torch.autograd.function import once_differentiable
 
 from harts_hf.batch import ConvTable
 
-_ROWS, _COLUMNS, _TILES = 16, 256, 16
+MAX_WIDTH = 4
+_COLUMNS = 1024
+_ROWS, _ROWS_BACKWARD = 8, 4
+_TILES = 64  # of the first backward kernel, one after another in a program
 
 
 def tree_causal_conv1d(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, table: ConvTable, *, silu: bool
 ) -> torch.Tensor:
-    """See :func:`harts_hf.kernels.conv.api.tree_causal_conv1d`."""
+    """See :func:`harts_hf.kernels.conv.api.tree_causal_conv1d`.
+
+    Raises:
+        ValueError: more than MAX_WIDTH taps.
+    """
+    if table.width > MAX_WIDTH:
+        raise ValueError(f"expected at most {MAX_WIDTH} taps, got {table.width}: use the torch backend")
     return _TreeConv.apply(x, weight, bias, table, silu)
 
 
 @dataclass(frozen=True, eq=False)
-class _Readers:
-    """``light[r, j]``: the j-th place that reads row r, or -1; rows with more than W places are in ``heavy`` only."""
+class Readers:
+    """``by_tap[r, w]``: the row that multiplies row r by weight w, or -1; ``heavy``: rows that a tap reads twice."""
 
-    light: torch.Tensor
+    by_tap: torch.Tensor
     heavy: torch.Tensor
 
 
-_readers: WeakKeyDictionary[ConvTable, _Readers] = WeakKeyDictionary()
+_readers: WeakKeyDictionary[ConvTable, Readers] = WeakKeyDictionary()
 
 
-def readers(table: ConvTable) -> _Readers:
-    """Readers of each row, built on the table's device on first use."""
+def readers(table: ConvTable) -> Readers:
+    """Readers of each row, built on the table's device on first use; heavy rows have no entries in ``by_tap``."""
     if table not in _readers:
         ptr, places, width = table.gather.ptr, table.gather.places, table.width
-        counts = ptr.diff()
-        is_heavy = counts > width
-        offsets = torch.arange(width, device=ptr.device)
-        entries = (ptr[:-1, None] + offsets).clamp_max(max(len(places) - 1, 0))
-        valid = (offsets < counts[:, None]) & ~is_heavy[:, None]
-        light = torch.where(valid, places[entries], -1)
-        _readers[table] = _Readers(light.int(), is_heavy.nonzero().squeeze(1))
+        num_rows = table.gather.num_rows
+        row = torch.arange(num_rows, device=ptr.device).repeat_interleave(ptr.diff(), output_size=len(places))
+        slot = row * width + places % width
+        counts = torch.zeros(num_rows * width, dtype=torch.int32, device=ptr.device)
+        counts.index_add_(0, slot, torch.ones_like(slot, dtype=torch.int32))
+        is_heavy = (counts.view(num_rows, width) > 1).any(1)
+        by_tap = torch.full((num_rows * width,), -1, dtype=torch.int32, device=ptr.device)
+        light = ~is_heavy[row]
+        by_tap[slot[light]] = (places[light] // width).int()
+        _readers[table] = Readers(by_tap.view(num_rows, width), is_heavy.nonzero().squeeze(1))
     return _readers[table]
 
 
@@ -60,45 +74,47 @@ class _TreeConv(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, table: ConvTable, silu: bool
     ) -> torch.Tensor:
         x = x if x.stride(-1) == 1 else x.contiguous()
-        ctx.save_for_backward(x, weight, bias)
-        ctx.table, ctx.silu = table, silu
+        taps = weight.T.contiguous()
+        ctx.save_for_backward(x, taps, bias)
+        ctx.table, ctx.silu, ctx.weight_dtype = table, silu, weight.dtype
         num_rows, channels = len(table.ancestors), x.shape[1]
         y = torch.empty(num_rows, channels, dtype=x.dtype, device=x.device)
-        if y.numel() == 0:
-            return y
-        _forward[(triton.cdiv(num_rows, _ROWS), triton.cdiv(channels, _COLUMNS))](
-            x,
-            weight,
-            bias,
-            table.gather.index,
-            y,
-            num_rows,
-            x.stride(0),
-            D=channels,
-            W=table.width,
-            SILU=silu,
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
-        )
+        if y.numel():
+            _forward[(triton.cdiv(num_rows, _ROWS), triton.cdiv(channels, _COLUMNS))](
+                x,
+                taps,
+                bias,
+                table.gather.index,
+                y,
+                num_rows,
+                x.stride(0),
+                D=channels,
+                W=table.width,
+                SILU=silu,
+                ROWS=_ROWS,
+                COLUMNS=_COLUMNS,
+                num_warps=4,
+            )
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
+        x, taps, bias = ctx.saved_tensors
         table, width = ctx.table, ctx.table.width
         num_rows, channels = dy.shape
         if dy.numel() == 0:
             d_bias = None if bias is None else torch.zeros_like(bias)
-            return torch.zeros_like(x), torch.zeros_like(weight), d_bias, None, None
+            return torch.zeros_like(x), torch.zeros_like(taps.T, dtype=ctx.weight_dtype), d_bias, None, None
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-        blocks = triton.cdiv(num_rows, _ROWS * _TILES)
+        blocks = triton.cdiv(num_rows, _ROWS_BACKWARD * _TILES)
         d_pre = torch.empty(num_rows, channels, dtype=x.dtype, device=x.device)
-        partial = torch.empty(blocks, width + 1, channels, dtype=torch.float32, device=x.device)
+        partial = torch.empty(blocks, MAX_WIDTH + 1, channels, dtype=torch.float32, device=x.device)
         column_blocks = triton.cdiv(channels, _COLUMNS)
+        shape = {"D": channels, "W": width, "COLUMNS": _COLUMNS, "num_warps": 4}
         _backward_pre[(blocks, column_blocks)](
             x,
-            weight,
+            taps,
             bias,
             table.gather.index,
             dy,
@@ -107,48 +123,39 @@ class _TreeConv(torch.autograd.Function):
             num_rows,
             x.stride(0),
             dy.stride(0),
-            D=channels,
-            W=width,
             SILU=ctx.silu,
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
+            ROWS=_ROWS_BACKWARD,
             TILES=_TILES,
+            **shape,
         )
         total = partial.sum(0)
-        d_weight = total[:width].T.contiguous().to(weight.dtype)
-        d_bias = None if bias is None else total[width].to(bias.dtype)
+        d_weight = total[:width].T.contiguous().to(ctx.weight_dtype)
+        d_bias = None if bias is None else total[MAX_WIDTH].to(bias.dtype)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        table_readers = readers(table)
+        who = readers(table)
         _backward_x[(triton.cdiv(len(x), _ROWS), column_blocks)](
-            d_pre,
-            weight,
-            table_readers.light,
-            dx,
-            len(x),
-            D=channels,
-            W=width,
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
+            d_pre, taps, who.by_tap, dx, len(x), ROWS=_ROWS, **shape
         )
-        if len(table_readers.heavy):
-            _backward_x_heavy[(len(table_readers.heavy), column_blocks)](
-                d_pre,
-                weight,
-                table_readers.heavy,
-                table.gather.ptr,
-                table.gather.places,
-                dx,
-                D=channels,
-                W=width,
-                COLUMNS=_COLUMNS,
+        if len(who.heavy):
+            gather = table.gather
+            _backward_x_heavy[(len(who.heavy), column_blocks)](
+                d_pre, taps, who.heavy, gather.ptr, gather.places, dx, ROWS=_ROWS, **shape
             )
         return dx, d_weight, d_bias, None, None
 
 
 @triton.jit
+def _tap(x, source, stride, o_c, m_c, factor):
+    """``factor * x[source]`` in fp32, ``[ROWS, COLUMNS]``, zeros where the source is -1."""
+    pointers = x + source.to(tl.int64)[:, None] * stride + o_c[None, :]
+    value = tl.load(pointers, mask=(source >= 0)[:, None] & m_c[None, :], other=0.0)
+    return value.to(tl.float32) * factor[None, :]
+
+
+@triton.jit
 def _forward(
     x,
-    weight,
+    taps,
     bias,
     ancestors,
     y,
@@ -161,28 +168,24 @@ def _forward(
     COLUMNS: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    m_r, m_c = rows < num_rows, columns < D
+    o_c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    m_r, m_c = rows < num_rows, o_c < D
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for tap in tl.static_range(W):
         source = tl.load(ancestors + rows * W + tap, mask=m_r, other=-1)
-        value = tl.load(
-            x + source[:, None] * stride_x + columns[None, :], mask=(source >= 0)[:, None] & m_c[None, :], other=0.0
-        )
-        factor = tl.load(weight + columns * W + tap, mask=m_c, other=0.0).to(tl.float32)
-        total += value.to(tl.float32) * factor[None, :]
+        factor = tl.load(taps + tap * D + o_c, mask=m_c, other=0.0).to(tl.float32)
+        total += _tap(x, source, stride_x, o_c, m_c, factor)
     if bias is not None:
-        total += tl.load(bias + columns, mask=m_c, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
     if SILU:
         total = total * tl.sigmoid(total)
-    mask = m_r[:, None] & m_c[None, :]
-    tl.store(y + rows[:, None] * D + columns[None, :], total.to(y.dtype.element_ty), mask=mask)
+    tl.store(y + rows[:, None] * D + o_c[None, :], total.to(y.dtype.element_ty), mask=m_r[:, None] & m_c[None, :])
 
 
 @triton.jit
 def _backward_pre(
     x,
-    weight,
+    taps,
     bias,
     ancestors,
     dy,
@@ -198,74 +201,88 @@ def _backward_pre(
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    m_c = columns < D
-    taps = tl.arange(0, 8)
-    d_weight = tl.zeros([8, COLUMNS], dtype=tl.float32)  # row W holds the bias
+    block = tl.program_id(0).to(tl.int64)
+    o_c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    m_c = o_c < D
+    # Weights by distance: w0 multiplies the row itself. Four variables, since a loop cannot index them.
+    w0 = tl.load(taps + (W - 1) * D + o_c, mask=m_c, other=0.0).to(tl.float32)
+    w1 = tl.load(taps + (W - 2) * D + o_c, mask=m_c & (W > 1), other=0.0).to(tl.float32)
+    w2 = tl.load(taps + (W - 3) * D + o_c, mask=m_c & (W > 2), other=0.0).to(tl.float32)
+    w3 = tl.load(taps + (W - 4) * D + o_c, mask=m_c & (W > 3), other=0.0).to(tl.float32)
+    ones = tl.full([COLUMNS], 1.0, tl.float32)
+    d0 = tl.zeros([COLUMNS], dtype=tl.float32)
+    d1 = tl.zeros([COLUMNS], dtype=tl.float32)
+    d2 = tl.zeros([COLUMNS], dtype=tl.float32)
+    d3 = tl.zeros([COLUMNS], dtype=tl.float32)
+    d_bias = tl.zeros([COLUMNS], dtype=tl.float32)
     for tile in range(TILES):
-        rows = (tl.program_id(0).to(tl.int64) * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        rows = (block * TILES + tile) * ROWS + tl.arange(0, ROWS)
         m_r = rows < num_rows
         mask = m_r[:, None] & m_c[None, :]
-        grad = tl.load(dy + rows[:, None] * stride_dy + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(dy + rows[:, None] * stride_dy + o_c[None, :], mask=mask, other=0.0).to(tl.float32)
+        source = ancestors + rows * W + W - 1
+        x0 = _tap(x, tl.load(source, mask=m_r, other=-1), stride_x, o_c, m_c, ones)
+        x1 = _tap(x, tl.load(source - 1, mask=m_r & (W > 1), other=-1), stride_x, o_c, m_c, ones)
+        x2 = _tap(x, tl.load(source - 2, mask=m_r & (W > 2), other=-1), stride_x, o_c, m_c, ones)
+        x3 = _tap(x, tl.load(source - 3, mask=m_r & (W > 3), other=-1), stride_x, o_c, m_c, ones)
         if SILU:
-            total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-            for tap in tl.static_range(W):
-                source = tl.load(ancestors + rows * W + tap, mask=m_r, other=-1)
-                value = tl.load(
-                    x + source[:, None] * stride_x + columns[None, :],
-                    mask=(source >= 0)[:, None] & m_c[None, :],
-                    other=0.0,
-                )
-                factor = tl.load(weight + columns * W + tap, mask=m_c, other=0.0).to(tl.float32)
-                total += value.to(tl.float32) * factor[None, :]
+            total = x3 * w3[None, :] + x2 * w2[None, :] + x1 * w1[None, :] + x0 * w0[None, :]
             if bias is not None:
-                total += tl.load(bias + columns, mask=m_c, other=0.0).to(tl.float32)[None, :]
+                total += tl.load(bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
             gate = tl.sigmoid(total)
             grad = grad * gate * (1.0 + total * (1.0 - gate))
-        tl.store(d_pre + rows[:, None] * D + columns[None, :], grad.to(d_pre.dtype.element_ty), mask=mask)
-        for tap in tl.static_range(W):
-            source = tl.load(ancestors + rows * W + tap, mask=m_r, other=-1)
-            value = tl.load(
-                x + source[:, None] * stride_x + columns[None, :],
-                mask=(source >= 0)[:, None] & m_c[None, :],
-                other=0.0,
-            )
-            product = tl.sum(grad * value.to(tl.float32), 0)
-            d_weight += tl.where(taps[:, None] == tap, product[None, :], 0.0)
-        d_weight += tl.where(taps[:, None] == W, tl.sum(grad, 0)[None, :], 0.0)
-    offset = (tl.program_id(0).to(tl.int64) * (W + 1) + taps)[:, None] * D + columns[None, :]
-    tl.store(partial + offset, d_weight, mask=(taps <= W)[:, None] & m_c[None, :])
+        tl.store(d_pre + rows[:, None] * D + o_c[None, :], grad.to(d_pre.dtype.element_ty), mask=mask)
+        d0 += tl.sum(grad * x0, 0)
+        d1 += tl.sum(grad * x1, 0)
+        d2 += tl.sum(grad * x2, 0)
+        d3 += tl.sum(grad * x3, 0)
+        d_bias += tl.sum(grad, 0)
+    partial += block * 5 * D + o_c
+    tl.store(partial + (W - 1) * D, d0, mask=m_c)
+    tl.store(partial + (W - 2) * D, d1, mask=m_c & (W > 1))
+    tl.store(partial + (W - 3) * D, d2, mask=m_c & (W > 2))
+    tl.store(partial + (W - 4) * D, d3, mask=m_c & (W > 3))
+    tl.store(partial + 4 * D, d_bias, mask=m_c)
 
 
 @triton.jit
 def _backward_x(
-    d_pre, weight, light, dx, num_rows, D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    d_pre, taps, by_tap, dx, num_rows, D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    m_r, m_c = rows < num_rows, columns < D
+    o_c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    m_r, m_c = rows < num_rows, o_c < D
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for reader in tl.static_range(W):
-        place = tl.load(light + rows * W + reader, mask=m_r, other=-1)
-        mask = (place >= 0)[:, None] & m_c[None, :]
-        row, tap = (place // W).to(tl.int64), place % W
-        grad = tl.load(d_pre + row[:, None] * D + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        factor = tl.load(weight + columns[None, :] * W + tap[:, None], mask=mask, other=0.0).to(tl.float32)
-        total += grad * factor
-    mask = m_r[:, None] & m_c[None, :]
-    tl.store(dx + rows[:, None] * D + columns[None, :], total.to(dx.dtype.element_ty), mask=mask)
+    for tap in tl.static_range(W):
+        reader = tl.load(by_tap + rows * W + tap, mask=m_r, other=-1)
+        factor = tl.load(taps + tap * D + o_c, mask=m_c, other=0.0).to(tl.float32)
+        total += _tap(d_pre, reader, D, o_c, m_c, factor)
+    tl.store(dx + rows[:, None] * D + o_c[None, :], total.to(dx.dtype.element_ty), mask=m_r[:, None] & m_c[None, :])
 
 
 @triton.jit
-def _backward_x_heavy(d_pre, weight, heavy, ptr, places, dx, D: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr):
+def _backward_x_heavy(
+    d_pre,
+    taps,
+    heavy,
+    ptr,
+    places,
+    dx,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.load(heavy + tl.program_id(0))
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    m_c = columns < D
+    o_c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    m_c = o_c < D
     begin, end = tl.load(ptr + row), tl.load(ptr + row + 1)
     total = tl.zeros([COLUMNS], dtype=tl.float32)
-    for entry in range(begin, end):
-        place = tl.load(places + entry)
-        grad = tl.load(d_pre + (place // W) * D + columns, mask=m_c, other=0.0).to(tl.float32)
-        factor = tl.load(weight + columns * W + place % W, mask=m_c, other=0.0).to(tl.float32)
-        total += grad * factor
-    tl.store(dx + row * D + columns, total.to(dx.dtype.element_ty), mask=m_c)
+    for first in range(begin, end, ROWS):
+        entries = first + tl.arange(0, ROWS)
+        place = tl.load(places + entries, mask=entries < end, other=0)
+        mask = (entries < end)[:, None] & m_c[None, :]
+        grad = tl.load(d_pre + (place // W)[:, None] * D + o_c[None, :], mask=mask, other=0.0).to(tl.float32)
+        factor = tl.load(taps + (place % W)[:, None] * D + o_c[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(grad * factor, 0)
+    tl.store(dx + row * D + o_c, total.to(dx.dtype.element_ty), mask=m_c)
