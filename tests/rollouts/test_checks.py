@@ -1,0 +1,55 @@
+"""What a rollout function may return."""
+
+import math
+
+import pytest
+
+from harts_hf.rollouts.checks import check_rollouts
+
+
+def output(**changes):
+    """Two good rows."""
+    rows = {
+        "prompt_ids": [[1, 2], [3]],
+        "completion_ids": [[4, 5, 6], [7]],
+        "logprobs": [[-0.1, 0.0, -2.0], [-1.0]],
+        "env_mask": [[1, 0, 1], [1]],
+    }
+    return {**rows, **changes}
+
+
+def test_good_rows_pass():
+    """With and without log-probs and a mask."""
+    check_rollouts(output(), 2, vocab_size=8)
+    check_rollouts(output(logprobs=None, env_mask=None), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_prompts", "message"),
+    [
+        ({}, 4, r"return 4 rows for 4 prompts .* got 2 in 'prompt_ids'"),
+        ({"completion_ids": [[4, 5, 6]]}, 2, "got 1 in 'completion_ids'"),
+        ({"env_mask": [[1, 0, 1]]}, 2, "got 1 in 'env_mask'"),
+        ({"completion_ids": [[4, 5, 6], []]}, 2, r"expected completion_ids\[1\] to hold at least one token"),
+        ({"prompt_ids": [[], [3]]}, 2, r"expected prompt_ids\[0\] to hold at least one token"),
+        ({"completion_ids": [[4, 8, 6], [7]]}, 2, r"token ids in \[0, 8\) in completion_ids\[0\], got 8"),
+        ({"prompt_ids": [[1, -2], [3]]}, 2, r"in prompt_ids\[0\], got -2"),
+        ({"logprobs": [[-0.1, 0.0], [-1.0]]}, 2, r"logprobs\[0\] to have 3 entries, .* got 2"),
+        ({"env_mask": [[1, 0, 1], [1, 1]]}, 2, r"env_mask\[1\] to have 1 entries, .* got 2"),
+        ({"env_mask": [[1, 2, 1], [1]]}, 2, r"expected 0 or 1 in env_mask\[0\], got 2 at position 1"),
+        ({"logprobs": [[-0.1, math.nan, -1], [-1.0]]}, 2, r"finite numbers in logprobs\[0\], got nan at position 1"),
+        ({"advantages": [[0.0, 1.0, math.inf], [1.0]]}, 2, r"finite numbers in advantages\[0\], got inf"),
+    ],
+)
+def test_bad_rows_are_named_with_numbers(changes, num_prompts, message):
+    """The message says which row, what was expected and what came."""
+    with pytest.raises(ValueError, match=message):
+        check_rollouts(output(**changes), num_prompts, vocab_size=8)
+
+
+def test_missing_keys_are_named():
+    """All of TRL's required keys must be there."""
+    rows = output()
+    del rows["logprobs"]
+    with pytest.raises(ValueError, match="got no logprobs"):
+        check_rollouts(rows, 2)
