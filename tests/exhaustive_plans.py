@@ -77,7 +77,7 @@ class SmallForest:
         return merge_spans(np.stack([self.starts[index], self.stops[index]], axis=1))
 
     def rank_plans(self, leaves: frozenset[int], bound: float) -> list[tuple[float, tuple, tuple]]:
-        """Plans of a rank for some leaves: (total seconds, times by block, pairs (trunk, dependent)), fastest first."""
+        """Plans of a rank for some leaves, fastest first: (seconds, times by block, pairs (trunk, dependent))."""
         if not leaves:
             return [(0.0, (), ())]
         segments = sorted(leaves.union(*(self.ancestors[leaf] for leaf in leaves)))

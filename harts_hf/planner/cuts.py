@@ -55,8 +55,9 @@ def cut_greedily(
     place, times, last = table.lists.place, table.lists.seconds, len(table.place) - 1
     pieces, at = [], 0
     while at < last:
-        above = table.lists.above[at]
-        again = above if above < limits.recompute_below and above + chunk_size <= limits.rows else 0
+        again = table.lists.above[at]
+        if again >= limits.recompute_below or not _fits_again(again, limits, chunk_size):
+            again = 0
         stop = bisect_right(place, place[at] + limits.rows - again, at) - 1
         if seconds < np.inf:
             budget = times[at] + seconds - prefix_seconds(again, step, chunk_size)
@@ -70,6 +71,12 @@ def cut_greedily(
         pieces.append(Piece(start=place[at], stop=place[stop], again=again))
         at = stop
     return pieces
+
+
+def _fits_again(again: int, limits: PieceLimits, chunk_size: int) -> bool:
+    """Whether a chunk has room beside a prefix that is computed again."""
+    nodes = again // chunk_size * chunk_size + chunk_size
+    return again + chunk_size <= limits.rows and (limits.linear_rows is None or nodes <= limits.linear_rows)
 
 
 def _aligned(table: CutTable, at: int, stop: int, chunk_size: int) -> int:
@@ -125,6 +132,8 @@ def cut_whole_paths(walk: Traversal, max_rows: int) -> list[Piece]:
     A leaf whose path alone exceeds ``max_rows`` makes a piece of its own. Complexity: O(S).
     """
     leaves = np.flatnonzero(walk.is_leaf)
+    if len(leaves) == 0:
+        return []
     stops = walk.place[leaves + 1]
     starts = np.append(0, stops[:-1])
     above = walk.depth[np.append(0, leaves[:-1] + 1)]

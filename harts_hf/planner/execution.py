@@ -95,6 +95,7 @@ def handoff_lives(ops: Sequence[Op], microbatches: Sequence[Microbatch]) -> list
 
     def end(trunk: int) -> None:
         if trunk in last:
+            assert trunk in made, "states that no forward made"
             lives.append((trunk, made[trunk], last.pop(trunk)))
 
     for time, (kind, index) in enumerate(ops):

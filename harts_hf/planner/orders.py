@@ -16,15 +16,18 @@ from harts_hf.planner.microbatch import Microbatch
 
 
 class LimitError(ValueError):
-    """No order of these microbatches meets a limit.
+    """No schedule was found that keeps within a limit.
 
     Attributes:
         setting: name of the limit in :class:`PlannerConfig`.
-        smallest: the smallest value that these microbatches could meet.
+        smallest: the smallest value that could be met.
     """
 
-    def __init__(self, setting: str, smallest: int) -> None:
-        super().__init__(f"expected {setting} of at least {smallest}")
+    def __init__(self, setting: str, smallest: int, *, given: int | None = None) -> None:
+        super().__init__(
+            f"no schedule keeps within {setting}={given}; the smallest that works with these settings is "
+            f"{setting}={smallest}"
+        )
         self.setting, self.smallest = setting, smallest
 
 

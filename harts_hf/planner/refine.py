@@ -20,7 +20,7 @@ SAME_ROWS = 0.005
 # Above this many microbatches the trials are ranked by rough estimates and only the best is built.
 MANY_PIECES = 48
 # Up to this many leaves times ranks, leaves are moved one by one and exchanged in pairs.
-FEW_MOVES = 64
+FEW_MOVES = 32
 
 
 def best_schedule(tree: RolloutTree, config: PlannerConfig) -> Schedule:
@@ -30,7 +30,7 @@ def best_schedule(tree: RolloutTree, config: PlannerConfig) -> Schedule:
     fastest; otherwise the fastest wins.
 
     Raises:
-        ValueError: limits under which no schedule was found; the message names the smallest that would work.
+        LimitError: limits under which no schedule was found; the message names the smallest that would work.
     """
     task = Task.of(tree, config)
     walk = Traversal.of_tree(tree).reordered(deepest="last")
@@ -140,10 +140,7 @@ def _neighbours(owner: IntArray, world_size: int) -> Iterator[IntArray]:
             yield changed
 
 
-def _no_schedule(config: PlannerConfig, failures: Sequence[LimitError]) -> ValueError:
+def _no_schedule(config: PlannerConfig, failures: Sequence[LimitError]) -> LimitError:
     setting = failures[0].setting
     smallest = min(failure.smallest for failure in failures if failure.setting == setting)
-    return ValueError(
-        f"no schedule keeps within {setting}={getattr(config, setting)}; the smallest that works with these settings "
-        f"is {setting}={smallest}"
-    )
+    return LimitError(setting, smallest, given=getattr(config, setting))

@@ -11,7 +11,7 @@ from harts_hf.planner.config import PlannerConfig
 from harts_hf.planner.cost import Coefficients, CostModel
 from harts_hf.planner.cuts import Piece, PieceLimits, cut_evenly, cut_greedily, cut_whole_paths
 from harts_hf.planner.microbatch import Microbatch
-from harts_hf.planner.orders import order_ops
+from harts_hf.planner.orders import LimitError, order_ops
 from harts_hf.planner.schedule import Schedule
 from harts_hf.planner.traversal import CutTable, Traversal
 from harts_hf.tree import RolloutTree
@@ -122,9 +122,10 @@ def build_schedule(task: Task, walks: Sequence[Traversal], cuts: Cuts) -> Schedu
     by_rank: list[list[Microbatch]] = [[] for _ in walks]
     for microbatch in microbatches:
         by_rank[microbatch.rank].append(microbatch)
-    rank_ops = tuple(
-        tuple(
-            order_ops(
+    rank_ops, failures = [], []
+    for own in by_rank:
+        try:
+            ops = order_ops(
                 own,
                 microbatches,
                 exports.of,
@@ -132,11 +133,17 @@ def build_schedule(task: Task, walks: Sequence[Traversal], cuts: Cuts) -> Schedu
                 max_graph_tokens=config.max_graph_tokens,
                 max_handoff_bytes=config.max_handoff_bytes,
             )
-        )
-        for own in by_rank
-    )
+            rank_ops.append(tuple(ops))
+        except LimitError as error:
+            failures.append(error)
+    if failures:  # what works has to work on every rank
+        raise max(failures, key=lambda error: (error.setting, error.smallest))
     schedule = Schedule(
-        tree=task.tree, microbatches=tuple(microbatches), config=config, execution=task.execution, rank_ops=rank_ops
+        tree=task.tree,
+        microbatches=tuple(microbatches),
+        config=config,
+        execution=task.execution,
+        rank_ops=tuple(rank_ops),
     )
     # They are what the schedule would compute itself on first use.
     schedule.__dict__["measures"] = measures

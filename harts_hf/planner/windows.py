@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from harts_hf.planner.config import PlannerConfig
 from harts_hf.planner.cost import CostModel
 from harts_hf.planner.forest import concatenate_trees, expand_tree
+from harts_hf.planner.orders import LimitError
 from harts_hf.planner.refine import best_schedule
 from harts_hf.planner.schedule import Schedule
 from harts_hf.tree import RolloutTree
@@ -30,17 +31,31 @@ def plan_window(trees: RolloutTree | Sequence[RolloutTree], config: PlannerConfi
     tree = trees if isinstance(trees, RolloutTree) else concatenate_trees(list(trees))
     if config.sharing == "never":
         return _decided(best_schedule(expand_tree(tree), config), "shares nothing, as asked for")
-    shared = best_schedule(tree, config)
-    if config.sharing == "always":
-        return _decided(shared, "shares all prefixes, as asked for")
-    if tree.num_expanded_tokens == tree.num_tokens:
-        return _decided(shared, "nothing to share")
+    if config.sharing == "always" or tree.num_expanded_tokens == tree.num_tokens:
+        decision = "shares all prefixes, as asked for" if config.sharing == "always" else "has nothing to share"
+        return _decided(best_schedule(tree, config), decision)
+    return _shared_or_not(tree, config)
+
+
+def _shared_or_not(tree: RolloutTree, config: PlannerConfig) -> Schedule:
+    """The faster of a schedule that shares and one that does not; the other where only one keeps within limits."""
+    try:
+        shared = best_schedule(tree, config)
+    except LimitError as error:
+        try:
+            alone = best_schedule(expand_tree(tree), config)
+        except LimitError as other:
+            raise min(error, other, key=lambda e: e.smallest) from None
+        return _decided(alone, f"does not share: with sharing {error.setting} would have to be {error.smallest}")
     bound = no_sharing_bound(tree, config, shared.execution)
     if shared.estimated_seconds <= bound:
         return _decided(
             shared, f"shares: estimated {shared.estimated_seconds:.3g} s, without sharing at least {bound:.3g} s"
         )
-    alone = best_schedule(expand_tree(tree), config)
+    try:
+        alone = best_schedule(expand_tree(tree), config)
+    except LimitError as error:
+        return _decided(shared, f"shares: without sharing {error.setting} would have to be {error.smallest}")
     times = f"estimated {shared.estimated_seconds:.3g} s with sharing, {alone.estimated_seconds:.3g} s without"
     if shared.estimated_seconds <= alone.estimated_seconds:
         return _decided(shared, f"shares: {times}")
