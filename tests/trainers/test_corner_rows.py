@@ -17,6 +17,13 @@ OPTIONS = {
         "epsilon": 0.01,
         "learning_rate": 0.5,
     },
+    # The last of three optimizer steps has 2 slices instead of 5.
+    "short-last-step": {
+        "max_steps": -1,
+        "num_train_epochs": 1,
+        "gradient_accumulation_steps": 5,
+        "steps_per_generation": 2,
+    },
     # Tokens that the clip leaves without a gradient of their log-prob still have one of their entropy.
     "entropy-of-clipped-tokens": {"entropy_coef": 0.2, "num_iterations": 2, "epsilon": 1e-3, "learning_rate": 0.2},
 }
@@ -28,6 +35,7 @@ def test_corner_rows(name, tmp_path):
     stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock", **OPTIONS[name])
     tree = run_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path / "tree", tree_sharing="always", **OPTIONS[name])
     assert_same_training(stock, tree)
+    assert tree[2].state.global_step == 3
 
 
 def test_the_rollouts_have_the_corners():

@@ -1,0 +1,204 @@
+"""Mutation tests: the suite's own tests fail, for the planted reason, when a known bug is planted.
+
+The bugs are those that other prefix-sharing trainers have had; docs/planted-bugs.md is their table. Each entry runs a
+test of the suite, the very function, twice: as it is, when it must pass, and with the bug planted, when it must fail
+with an assertion that matches the entry's pattern.
+"""
+
+import re
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support import planted
+
+TESTS = Path(__file__).parent
+TABLE = TESTS.parent / "docs" / "planted-bugs.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A planted bug and the test that catches it.
+
+    Attributes:
+        plant: plants the bug.
+        file: the test's file, from the folder of the tests.
+        test: the test's function.
+        arguments: of the function.
+        failure: a pattern of the failing assertion and its message.
+    """
+
+    plant: Callable[[Any], None]
+    file: str
+    test: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    failure: str
+
+
+PARITY, CONTRACT, LINEAR = (
+    "runtime/test_logprobs_parity.py",
+    "trainers/test_trl_contract.py",
+    "kernels/test_linear_attention.py",
+)
+CORNERS = "trainers/test_corner_rows.py"
+LOG_PROBS = r"log-probs of trajectory \d+ differ by"
+WRONG_GRADIENT = r"an error of .* times what is allowed"
+WRONG_TRAINING = r"[\w.]+: [\d.e+-]+, training moved it by"
+
+
+def parity(plant: Callable[[Any], None], *, family: str = "qwen3_5_text", depth: int = 65) -> Case:
+    """Caught by the fp64 comparison of log-probs on a tree that branches at ``depth``."""
+    arguments = {"family": family, "depth": depth}
+    return Case(plant=plant, file=PARITY, test="test_branch_depths", arguments=arguments, failure=LOG_PROBS)
+
+
+def training(plant: Callable[[Any], None], name: str, *, file: str = CONTRACT, test: str = "test_grpo") -> Case:
+    """Caught by the parameters after three steps of TRL's trainer on the same rollouts, under the options ``name``."""
+    return Case(plant=plant, file=file, test=test, arguments={"name": name}, failure=WRONG_TRAINING)
+
+
+CASES = [
+    parity(planted.sequential_positions, depth=2),
+    parity(planted.one_label_per_row),
+    parity(planted.attention_sees_siblings),
+    parity(planted.conv_over_branches),
+    parity(planted.state_of_the_node_before),
+    parity(planted.replay_one_token_short),
+    parity(planted.class_name_trap, family="kimi_linear"),
+    Case(
+        plant=planted.temperature_ignored,
+        file=PARITY,
+        test="test_random_tree",
+        arguments={"family": "qwen3_5_text", "checkpointing": False},
+        failure=LOG_PROBS,
+    ),
+    Case(
+        plant=planted.later_labels_scored_as_the_first,
+        file=PARITY,
+        test="test_tree_over_budget",
+        arguments={"family": "qwen3_5_text", "budget": 150},
+        failure=WRONG_GRADIENT,
+    ),
+    Case(
+        plant=planted.silu_in_bfloat16,
+        file="kernels/test_conv.py",
+        test="test_bfloat16_is_rounded_once",
+        arguments={"weight_dtype": torch.float32},
+        failure="assert different < 1e-3",
+    ),
+    Case(
+        plant=planted.gather_gradient_in_bfloat16,
+        file="kernels/test_gather.py",
+        test="test_bfloat16_gradients_are_rounded_once",
+        failure=r"assert x\.grad\.item\(\) == 1\.5",
+    ),
+    Case(
+        plant=planted.states_in_bfloat16,
+        file=LINEAR,
+        test="test_a_cut_with_the_state_handed_over_equals_the_whole",
+        arguments={"rule": "gated", "dtype": torch.float32},
+        failure=r"assert torch\.equal\(output, expected\)",
+    ),
+    Case(
+        plant=planted.state_before_the_first_token,
+        file=LINEAR,
+        test="test_the_first_gate_has_no_gradient",
+        arguments={"rule": "gated", "decay": 0.1},
+        failure=r"assert not leaves\[3\]\.grad\[first\]\.any\(\)",
+    ),
+    training(planted.last_trajectory_wins, "loss-grpo"),
+    training(planted.stale_indices, "loss-grpo"),
+    training(planted.padding_in_the_tree, "loss-grpo"),
+    training(planted.normaliser_of_unique_tokens, "loss-dapo"),
+    training(planted.old_log_probs_of_another_path, "off-policy-grpo"),
+    training(planted.entropy_dropped, "entropy-bonus"),
+    training(planted.nominal_accumulation_steps, "short-last-step", file=CORNERS, test="test_corner_rows"),
+    training(planted.interior_ends_lost, "ends-and-duplicates", file=CORNERS, test="test_corner_rows"),
+    training(planted.duplicates_counted_once, "ends-and-duplicates", file=CORNERS, test="test_corner_rows"),
+    training(
+        planted.entropy_of_clipped_tokens_dropped, "entropy-of-clipped-tokens", file=CORNERS, test="test_corner_rows"
+    ),
+    Case(
+        plant=planted.loss_not_divided_for_accumulation,
+        file=CONTRACT,
+        test="test_rloo",
+        arguments={"options": {}},
+        failure=WRONG_TRAINING,
+    ),
+    Case(
+        plant=planted.nothing_is_shared,
+        file="trainers/test_grpo_equals_trl.py",
+        test="test_default_loss",
+        arguments={"family": "qwen3_5_text", "accumulation": 1},
+        failure=r"assert log\[.tree/forward_tokens.\]",
+    ),
+]
+
+
+@cache
+def suite_module(file: str) -> ModuleType:
+    """A file of the suite; its stock trainings are remembered, since no bug of ours changes them."""
+    spec = spec_from_file_location(f"planted_{Path(file).stem}", TESTS / file)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if hasattr(module, "run_trainer"):
+        module.run_trainer = remembering_stock_runs(module.run_trainer)
+    return module
+
+
+def remembering_stock_runs(run_trainer: Callable[..., Any]) -> Callable[..., Any]:
+    """``run_trainer`` that runs a stock trainer once for each set of options."""
+    known: dict[str, Any] = {}
+
+    def run(trainer_class: type, config_class: type, folder: Path, **options: Any) -> Any:
+        if config_class.__name__.startswith("Tree"):
+            return run_trainer(trainer_class, config_class, folder, **options)
+        key = f"{trainer_class} {sorted(options.items(), key=str)}"
+        if key not in known:
+            known[key] = run_trainer(trainer_class, config_class, folder, **options)
+        return known[key]
+
+    return run
+
+
+def run(case: Case, folder: Path) -> None:
+    """Runs the case's test."""
+    function = getattr(suite_module(case.file), case.test)
+    with_folder = {"tmp_path": folder} if "tmp_path" in function.__code__.co_varnames else {}
+    torch.manual_seed(0)
+    function(**case.arguments, **with_folder)
+
+
+_PASSED: set[str] = set()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.plant.__name__)
+def test_is_caught(case, tmp_path, monkeypatch):
+    """The named test passes as it is and fails with the bug planted."""
+    key = f"{case.file} {case.test} {case.arguments}"
+    if key not in _PASSED:
+        run(case, tmp_path / "sound")
+        _PASSED.add(key)
+    case.plant(monkeypatch)
+    with pytest.raises(AssertionError) as caught:
+        run(case, tmp_path / "planted")
+    statement = traceback.extract_tb(caught.value.__traceback__)[-1].line
+    assert re.search(case.failure, f"{statement}: {caught.value}")
+
+
+def test_the_table_names_these_bugs_and_tests():
+    """docs/planted-bugs.md has a line for each case, in order, with its bug, what it breaks and the test."""
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| .*\| `tests/([\w/]+\.py)::(\w+)` \|$", TABLE.read_text(), re.MULTILINE)
+    expected = [
+        (case.plant.__name__, " ".join((case.plant.__doc__ or "").split()).rstrip("."), case.file, case.test)
+        for case in CASES
+    ]
+    assert rows == expected
