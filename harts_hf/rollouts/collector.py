@@ -1,5 +1,6 @@
 """The collector: a TRL ``rollout_func`` that samples trees."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,22 @@ class TreeRolloutCollector:
         self._calls: tuple[int, int] = (-1, 0)  # the trainer's step, and the calls during it
         self.last_rollouts: list[Rollout] = []
         self.last_sampling_tokens = 0
-        self._shape(self._branching, self._fork_turns, 1)  # raises now, not at the first step
+        # Raises now, not at the first step.
+        self._shape(self._branching, self._fork_turns, 1)
+
+    def check(self, args: Any) -> None:
+        """Checks itself against a trainer's arguments; every call does it too.
+
+        Raises:
+            ValueError: branching does not give ``num_generations`` leaves.
+        """
+        leaves = math.prod(self._branching)
+        if leaves != args.num_generations:
+            factors = " x ".join(map(str, self._branching))
+            raise ValueError(
+                f"expected branching factors whose product is num_generations = {args.num_generations}, got "
+                f"{factors} = {leaves}"
+            )
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Samples one tree per prompt group.
@@ -106,14 +122,8 @@ class TreeRolloutCollector:
         max_tokens = trainer.args.max_completion_length
         if not trainer.model.training:  # evaluation: independent conversations, however many there are
             return self._shape((trainer.num_generations_eval,), (0,), max_tokens)
-        shape = self._shape(self._branching, self._fork_turns, max_tokens)
-        if shape.num_leaves != trainer.num_generations:
-            factors = " x ".join(map(str, self._branching))
-            raise ValueError(
-                f"expected branching factors whose product is num_generations = {trainer.num_generations}, got "
-                f"{factors} = {shape.num_leaves}"
-            )
-        return shape
+        self.check(trainer.args)
+        return self._shape(self._branching, self._fork_turns, max_tokens)
 
     def _shape(self, branching: tuple[int, ...], fork_turns: tuple[int, ...], max_tokens: int) -> TreeShape:
         return TreeShape(

@@ -1,0 +1,88 @@
+"""What a recipe may say beside TRL's own settings."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import ScriptArguments
+
+_DICT_FIELDS = ("model_config", "environment_kwargs")
+
+
+@dataclass
+class TrainArguments(ScriptArguments):
+    r"""
+    Arguments of `harts train`: the policy, the environment, and where conversations fork.
+
+    Parameters:
+        model_type (`str`, *optional*):
+            Architecture of a policy with random weights, such as `bailing_hybrid`; instead of `model_name_or_path`.
+        model_config (`dict`, *optional*):
+            Fields of that architecture's configuration that differ from its defaults. Vocabulary and special tokens
+            are the tokenizer's.
+        environment (`str`):
+            Dotted path of the environment's class, `package.module:Class`.
+        environment_kwargs (`dict`, *optional*):
+            Keyword arguments for it.
+        branching (`list[int]`, *optional*):
+            Continuations at each fork; the product must be `num_generations`. By default all forks are before the
+            first turn.
+        fork_turns (`list[int]`, *optional*):
+            Turns before which the forks happen, 0 the first; by default the first ones.
+        max_turns (`int`, *optional*, defaults to `8`):
+            Most turns of a conversation.
+        max_turn_tokens (`int`, *optional*, defaults to `256`):
+            Most tokens of a turn.
+        reward_funcs (`list[str]`, *optional*):
+            Dotted paths of reward functions; by default the environment's own reward.
+    """
+
+    model_type: str | None = field(
+        default=None,
+        metadata={"help": "Architecture of a policy with random weights (instead of model_name_or_path)."},
+    )
+    model_config: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Fields of that architecture's configuration that differ from its defaults (JSON)."},
+    )
+    environment: str | None = field(
+        default=None, metadata={"help": "Dotted path of the environment's class, package.module:Class."}
+    )
+    environment_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keyword arguments for the environment (JSON)."}
+    )
+    branching: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Continuations at each fork; the product must be num_generations. By default all forks are before "
+            "the first turn."
+        },
+    )
+    fork_turns: list[int] | None = field(
+        default=None, metadata={"help": "Turns before which the forks happen, 0 the first; by default the first ones."}
+    )
+    max_turns: int = field(default=8, metadata={"help": "Most turns of a conversation."})
+    max_turn_tokens: int = field(default=256, metadata={"help": "Most tokens of a turn."})
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={"help": "Dotted paths of reward functions; by default the environment's own reward."},
+    )
+
+    def __post_init__(self) -> None:
+        for name in _DICT_FIELDS:
+            setattr(self, name, _as_dict(getattr(self, name), name))
+        if not self.environment:
+            raise ValueError("expected environment: the dotted path of a class, got none")
+
+
+def _as_dict(value: Any, name: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"expected {name} to be JSON, got {value!r}: {error}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"expected {name} to be a mapping, got {type(value).__name__}")
+    return value

@@ -1,0 +1,136 @@
+"""What `harts train` shows and leaves behind: progress lines, metrics, two pictures and a summary."""
+
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+import trl
+from matplotlib.figure import Figure
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+import harts_hf
+from harts_hf.rollouts.collector import TreeRolloutCollector
+from harts_hf.rollouts.plot import plot_tree
+from harts_hf.tree import RolloutTree
+
+# First and last mean reward are taken over so many steps.
+WINDOW = 20
+
+
+class TrainReport(TrainerCallback):
+    """Prints a line at every log, and writes into the output folder.
+
+    ``metrics.jsonl`` (one log a line, as they come) and, at the end, ``reward.png``, ``tree.png`` and
+    ``summary.json``. Only the first process writes.
+    """
+
+    def __init__(self, collector: TreeRolloutCollector) -> None:
+        self._collector = collector
+        self._entries: list[dict[str, Any]] = []
+        self._started = 0.0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Starts the clock."""
+        self._started = time.perf_counter()
+        if state.is_world_process_zero:
+            Path(str(args.output_dir)).mkdir(parents=True, exist_ok=True)
+            parameters = sum(parameter.numel() for parameter in kwargs["model"].parameters())
+            print(f"training {parameters:,} parameters for {state.max_steps} steps, output in {args.output_dir}")
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Records a log of a training step and prints its line."""
+        if not state.is_world_process_zero or logs is None or "reward" not in logs:
+            return
+        entry = {"step": state.global_step, "seconds": self._seconds(), **logs}
+        self._entries.append(entry)
+        with open(Path(str(args.output_dir)) / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(entry) + "\n")
+        print(
+            f"step {entry['step']:>5}/{state.max_steps}  reward {entry['reward']:6.3f}  "
+            f"shared {entry.get('tree/sharing_ratio', 1.0):5.2f}x  {entry['seconds']:6.1f} s",
+            flush=True,
+        )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Writes the pictures and the summary."""
+        if not state.is_world_process_zero or not self._entries:
+            return
+        folder = Path(str(args.output_dir))
+        summary = self._summary(args)
+        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        _plot_reward(self._entries, folder / "reward.png")
+        first = [rollout for rollout in self._collector.last_rollouts if rollout.tree == 0]
+        if first:
+            tree = RolloutTree.from_trajectories([rollout.prompt_ids + rollout.completion_ids for rollout in first])
+            plot_tree(tree, [rollout.reward for rollout in first], folder / "tree.png")
+        print(
+            f"mean reward {summary['first_mean_reward']:.3f} (steps up to {WINDOW}) -> "
+            f"{summary['last_mean_reward']:.3f} (last {WINDOW} steps) in {summary['seconds']:.0f} s; "
+            f"{summary['expanded_tokens']:,} tokens trained as {summary['forward_tokens']:,}"
+        )
+
+    def _seconds(self) -> float:
+        return round(time.perf_counter() - self._started, 3)
+
+    def _summary(self, args: TrainingArguments) -> dict[str, Any]:
+        steps = np.array([entry["step"] for entry in self._entries])
+        rewards = np.array([entry["reward"] for entry in self._entries])
+        # Logged metrics are means over the steps since the log before.
+        spans = np.diff(steps, prepend=0)
+
+        def total(name: str) -> int:
+            return round(sum(entry.get(name, 0.0) * span for entry, span in zip(self._entries, spans, strict=True)))
+
+        return {
+            "steps": int(steps[-1]),
+            "window_steps": WINDOW,
+            "first_mean_reward": float(rewards[steps <= max(WINDOW, steps[0])].mean()),
+            "last_mean_reward": float(rewards[steps > steps[-1] - WINDOW].mean()),
+            "sharing_ratio": total("tree/expanded_tokens") / max(total("tree/forward_tokens"), 1),
+            "forward_tokens": total("tree/forward_tokens"),
+            "backward_tokens": total("tree/backward_tokens"),
+            "expanded_tokens": total("tree/expanded_tokens"),
+            "seconds": self._seconds(),
+            "seed": args.seed,
+            "device": torch.cuda.get_device_name() if args.device.type == "cuda" else platform.processor() or "cpu",
+            "threads": torch.get_num_threads(),
+            "versions": {
+                "harts_hf": harts_hf.__version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "trl": trl.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+
+def _plot_reward(entries: list[dict[str, Any]], path: Path) -> None:
+    steps = [entry["step"] for entry in entries]
+    rewards = np.array([entry["reward"] for entry in entries])
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, rewards, color="#30638e", alpha=0.35, linewidth=1, label="mean reward of a log")
+    width = max(1, min(10, len(rewards) // 5))
+    smooth = [rewards[max(0, index + 1 - width) : index + 1].mean() for index in range(len(rewards))]
+    axes.plot(steps, smooth, color="#d1495b", linewidth=2, label=f"mean of {width} logs")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("reward")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,173 @@
+"""The collector against TRL's rollout_func contract."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from support.models import tiny_model
+
+from harts_hf.rollouts.checks import check_rollouts
+from harts_hf.rollouts.collector import TreeRolloutCollector, environment_reward
+from harts_hf.rollouts.environments.shelf import ShelfEnvironment
+from harts_hf.trainers import TreeGRPOConfig, TreeGRPOTrainer
+from harts_hf.tree import RolloutTree
+
+PROMPTS = ShelfEnvironment().prompts()
+
+
+def collector(branching=(2, 2), **kwargs):
+    return TreeRolloutCollector(ShelfEnvironment, branching=branching, max_turns=3, max_turn_tokens=2, **kwargs)
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    """Builds a trainer with a tiny hybrid policy; ``rollout_func`` and arguments can be changed."""
+
+    def make(rollout_func, **changes):
+        tokenizer = ShelfEnvironment().tokenizer()
+        model = tiny_model("bailing_hybrid", vocab_size=len(tokenizer))
+        args = TreeGRPOConfig(
+            **{
+                "output_dir": str(tmp_path),
+                "per_device_train_batch_size": 8,
+                "num_generations": 4,
+                "max_completion_length": 24,
+                "max_steps": 2,
+                "use_cpu": True,
+                "bf16": False,
+                "activation_checkpointing": False,
+                "report_to": "none",
+                "disable_tqdm": True,
+                "save_strategy": "no",
+                "logging_steps": 1,
+                **changes,
+            }
+        )
+        return TreeGRPOTrainer(
+            model,
+            environment_reward,
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+            processing_class=tokenizer,
+            rollout_func=rollout_func,
+        )
+
+    return make
+
+
+def test_rows_follow_the_prompts_and_pass_the_checks(make_trainer):
+    """As many rows as prompts, in their order, shared as branching implies, rewards and masks in place."""
+    collect = collector()
+    trainer = make_trainer(collect)
+    prompts = [prompt for prompt in PROMPTS[:3] for _ in range(4)]
+    rows = collect(prompts, trainer)
+    check_rollouts(rows, 12, vocab_size=trainer.model.config.vocab_size)
+    tokenizer = trainer.processing_class
+    assert [tokenizer.decode(ids) for ids in rows["prompt_ids"]] == prompts
+    assert rows["tree"] == [tree for tree in range(3) for _ in range(4)]
+    assert len(rows["environment_reward"]) == len(rows["num_turns"]) == 12
+    for start in (0, 4, 8):
+        pairs = zip(rows["prompt_ids"][start : start + 4], rows["completion_ids"][start : start + 4], strict=True)
+        assert RolloutTree.from_trajectories([prompt + completion for prompt, completion in pairs]).sharing_ratio > 1.2
+    # Shared tokens are sampled once, and the last token of a conversation need not be read.
+    expanded = sum(map(len, rows["prompt_ids"])) + sum(map(len, rows["completion_ids"]))
+    assert collect.last_sampling_tokens < expanded
+    assert environment_reward(environment_reward=rows["environment_reward"], prompts=prompts) == [
+        rollout.reward for rollout in collect.last_rollouts
+    ]
+
+
+def test_training_steps_run_with_sharing_and_turn_credit(make_trainer):
+    """Two steps through the trainer: TRL accepts the rows, and the tree metrics see the sharing."""
+    trainer = make_trainer(collector(), tree_credit="turn", tree_sharing="always")
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(logs) == 2
+    for entry in logs:
+        assert entry["tree/sharing_ratio"] > 1.2
+        assert entry["tree/forward_tokens"] < entry["tree/expanded_tokens"]
+
+
+def test_equal_seeds_collect_equal_rollouts(make_trainer):
+    """Rollouts depend on the trainer's seed, step and rank; repeated calls in a step differ from one another."""
+    prompts = [PROMPTS[0]] * 4
+    first, second = collector(), collector()
+    trainer = make_trainer(first)
+    rows = first(prompts, trainer)
+    torch.rand(5)
+    assert second(prompts, trainer) == rows
+    assert second(prompts, trainer) != rows
+    trainer.state.global_step = 1
+    assert collector()(prompts, trainer) != rows
+    assert collector()(prompts, make_trainer(first, seed=7)) != rows
+
+
+def test_branching_must_give_num_generations(make_trainer):
+    """The message has both numbers."""
+    collect = collector(branching=(3, 2))
+    trainer = make_trainer(collect)
+    with pytest.raises(ValueError, match="product is num_generations = 4, got 3 x 2 = 6"):
+        collect([PROMPTS[0]] * 4, trainer)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([PROMPTS[0]] * 6, "whole groups of 4 prompts on each process, got 6 prompts"),
+        ([], "whole groups of 4 prompts on each process, got 0 prompts"),
+        ([PROMPTS[0]] * 3 + [PROMPTS[1]] * 5, r"expected prompt 3 to repeat prompt 0 \(groups of 4\)"),
+    ],
+)
+def test_prompts_must_come_in_groups(make_trainer, prompts, message):
+    """A tree needs its whole group on one process."""
+    collect = collector()
+    with pytest.raises(ValueError, match=message):
+        collect(prompts, make_trainer(collect))
+
+
+def test_evaluation_samples_independent_conversations(make_trainer):
+    """In evaluation each prompt gets ``num_generations_eval`` conversations that fork before the first turn only."""
+    collect = collector()
+    trainer = make_trainer(collect, num_generations_eval=3, per_device_eval_batch_size=6, eval_strategy="no")
+    trainer.model.eval()
+    rows = collect([PROMPTS[0]] * 3 + [PROMPTS[1]] * 3, trainer)
+    assert len(rows["completion_ids"]) == 6
+    assert [rollout.path for rollout in collect.last_rollouts] == [(0,), (1,), (2,)] * 2
+
+
+def test_vllm_is_refused():
+    """The collector samples with the trainer's own model."""
+    with pytest.raises(ValueError, match="expected use_vllm=False"):
+        collector()([PROMPTS[0]] * 4, SimpleNamespace(use_vllm=True))
+
+
+def test_limits_are_checked_when_it_is_made():
+    """A collector that could not sample anything is not made."""
+    with pytest.raises(ValueError, match=r"ascending fork turns in \[0, max_turns = 3\), got \[0, 3\]"):
+        collector(fork_turns=(0, 3))
+
+
+def test_a_rollout_function_with_the_wrong_rows_loses_no_step(make_trainer):
+    """The trainer checks what any rollout function returns before it uses it."""
+
+    def too_many(prompts, trainer):
+        rows = collector()(prompts, trainer)
+        return {key: values + values[:1] for key, values in rows.items()}
+
+    trainer = make_trainer(too_many)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"expected rollout_func to return 8 rows for 8 prompts .* got 9"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+
+
+def test_factories_may_carry_settings(make_trainer):
+    """Anything that makes an environment will do."""
+    collect = TreeRolloutCollector(
+        functools.partial(ShelfEnvironment, num_items=1), branching=(4,), max_turns=2, max_turn_tokens=2
+    )
+    with pytest.raises(ValueError, match="expected a prompt such as 'lamp wanted', got 'book wanted'"):
+        collect(["book wanted"] * 4, make_trainer(collect))
