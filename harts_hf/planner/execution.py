@@ -20,7 +20,7 @@ def replay_ops(microbatches: Sequence[Microbatch], again: frozenset[int] = froze
     ops: list[Op] = [("S", microbatch.id) for microbatch in microbatches]
     missing = set(again)
     for microbatch in reversed(microbatches):
-        needed = sorted(_open_trunks(microbatch, by_id) & missing)
+        needed = sorted(_open_trunks(microbatch, by_id) & missing) if missing else []
         ops += [("S", trunk) for trunk in needed]
         missing -= set(needed)
         ops += [("F", microbatch.id), ("B", microbatch.id)]
@@ -136,11 +136,10 @@ def peak_of_lives(
 def align(rank_ops: Sequence[Sequence[Op]]) -> list[list[Op]]:
     """Ops of all ranks as strings of equal kinds, dummies filled in.
 
-    At every place the ranks whose next op is of the chosen kind run it, and the others run a dummy. ``S`` goes first;
-    then ``B`` if every rank can run one (its own next op, or a dummy that is open) and more ranks want it than ``F``;
-    then ``F``. All ranks always have equally many open graphs, dummies counted, so if no rank wants a forward, a rank
-    that does not want ``B`` has finished and has an open dummy: the string can always go on. Dummies that are open
-    at the end are closed by dummy ``B``.
+    At every place the ranks whose next op is of the chosen kind run it, and the others run a dummy. ``S`` goes before
+    ``F`` before ``B``. All ranks always have equally many open graphs, dummies counted, so if no rank wants a forward,
+    a rank that does not want ``B`` has finished and has an open dummy: the string can always go on. Dummies that are
+    open at the end are closed by dummy ``B``.
     """
     place = [0] * len(rank_ops)
     open_dummies = [0] * len(rank_ops)
@@ -159,13 +158,7 @@ def align(rank_ops: Sequence[Sequence[Op]]) -> list[list[Op]]:
         heads = [ops[place[rank]][0] if place[rank] < len(ops) else "" for rank, ops in enumerate(rank_ops)]
         if not any(heads):
             break
-        can_close = all(head == "B" or open_dummies[rank] for rank, head in enumerate(heads))
-        if "S" in heads:
-            append("S", heads)
-        elif "F" in heads and not (can_close and heads.count("B") > heads.count("F")):
-            append("F", heads)
-        else:
-            append("B", heads)
+        append(next(kind for kind in "SFB" if kind in heads), heads)
     for _ in range(open_dummies[0] if rank_ops else 0):
         append("B", [""] * len(rank_ops))
     return aligned

@@ -1,0 +1,233 @@
+"""What the planner reaches on real rollouts: `python -m benchmarks.planner` (two CPU cores, NumPy only).
+
+Sections: one rank (rows computed once), nested execution under half the longest path, 8 and 64 ranks against a lower
+bound, 300 small forests against exhaustive search, sharing="auto" where sharing hardly pays, time and memory up to ten
+million tokens, and a sweep of every set, budget, number of ranks and execution in which every plan is proven. Default
+cost model (see docs/planner.md). Every plan here passes ``Schedule.validate()`` before its numbers are kept.
+"""
+
+import json
+import sys
+import time
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.tree_build import describe_machine, miniswe_like
+from harts_hf.planner import CostModel, PlannerConfig, Schedule, plan_window
+from harts_hf.planner.forest import concatenate_trees
+from harts_hf.tree import RolloutTree
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from exhaustive_plans import fastest_by_search, random_forest  # noqa: E402
+from shared_data import SHAPE_NAMES, shape_trees  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results" / "planner.json"
+ALWAYS = PlannerConfig(sharing="always")
+
+
+def proven(tree: RolloutTree, config: PlannerConfig) -> Schedule:
+    """A plan whose invariants have been checked."""
+    schedule = plan_window(tree, config)
+    schedule.validate()
+    return schedule
+
+
+def forest(name: str) -> RolloutTree:
+    """All groups of a set as one forest."""
+    return concatenate_trees(shape_trees(name))
+
+
+def one_rank() -> list[dict]:
+    """Forward rows over unique tokens (bar: 1.005), replay apart."""
+    rows = []
+    for name in SHAPE_NAMES:
+        tree = forest(name)
+        for budget in (8192, 16_384):
+            schedule = proven(tree, replace(ALWAYS, max_tokens_per_microbatch=budget))
+            rows.append(
+                {
+                    "set": name,
+                    "budget": budget,
+                    "forward": schedule.forward_tokens / tree.num_tokens,
+                    "backward": schedule.backward_tokens / tree.num_tokens,
+                    "replay": round(schedule.replay_tokens / tree.num_tokens, 4),
+                    "linear_calls": schedule.linear_calls,
+                    "microbatches": len(schedule.microbatches),
+                    "met": schedule.forward_tokens <= 1.005 * tree.num_tokens,
+                }
+            )
+    return rows
+
+
+def nested() -> list[dict]:
+    """Graphs of at most half the longest path (bars: backward 1.000, forward 2.0)."""
+    rows = []
+    for name in SHAPE_NAMES:
+        tree = forest(name)
+        limit = int(tree.trajectory_lengths.max()) // 2
+        for budget in (8192, 16_384):
+            config = replace(ALWAYS, max_tokens_per_microbatch=budget, max_graph_tokens=limit, execution="nested")
+            schedule = proven(tree, config)
+            rows.append(
+                {
+                    "set": name,
+                    "budget": budget,
+                    "max_graph_tokens": limit,
+                    "peak_graph_tokens": schedule.peak_graph_tokens,
+                    "forward": round(schedule.forward_tokens / tree.num_tokens, 4),
+                    "backward": schedule.backward_tokens / tree.num_tokens,
+                    "met": schedule.backward_tokens == tree.num_tokens
+                    and schedule.forward_tokens <= 2 * tree.num_tokens,
+                }
+            )
+    return rows
+
+
+def lower_bound(tree: RolloutTree, config: PlannerConfig) -> tuple[float, float]:
+    """Estimated seconds of the one-rank plan over the ranks, and of the slowest trajectory alone on a rank."""
+    alone = replace(config, world_size=1)
+    longest = int(tree.trajectory_lengths.max())
+    path = plan_window(RolloutTree.from_shape([-1], [longest], [0]), alone).estimated_seconds
+    return plan_window(tree, alone).estimated_seconds / config.world_size, path
+
+
+def many_ranks() -> list[dict]:
+    """Lockstep time over LB = max(mean, longest path), forward rows over unique tokens."""
+    rows = []
+    for name in ("miniswe_b_drop", "tau_airline_b"):
+        tree = forest(name)
+        for ranks in (8, 64):
+            for budget in (16_384, 32_768, 65_536):
+                mean, path = lower_bound(tree, replace(ALWAYS, max_tokens_per_microbatch=budget, world_size=ranks))
+                for sharing in ("auto", "always"):
+                    config = PlannerConfig(max_tokens_per_microbatch=budget, world_size=ranks, sharing=sharing)
+                    schedule = proven(tree, config)
+                    rows.append(
+                        {
+                            "set": name,
+                            "ranks": ranks,
+                            "budget": budget,
+                            "sharing": sharing,
+                            "lockstep_over_bound": round(schedule.estimated_seconds / max(mean, path), 4),
+                            "forward": round(schedule.forward_tokens / tree.num_tokens, 4),
+                            "bound_is": "longest path" if path > mean else "mean",
+                            "mean_seconds": round(mean, 4),
+                            "path_seconds": round(path, 4),
+                            "microbatches": len(schedule.microbatches),
+                        }
+                    )
+    return rows
+
+
+def small_forests(count: int = 300) -> dict:
+    """Estimated time over that of exhaustive search (bars: mean 1.02, worst 1.10)."""
+    cost, ratios = CostModel(), []
+    for seed in range(count):
+        tree, budget = random_forest(np.random.default_rng(seed))
+        schedule = proven(tree, PlannerConfig(max_tokens_per_microbatch=budget, world_size=2))
+        best = fastest_by_search(tree, budget, cost, schedule.estimated_seconds * (1 + 1e-9))
+        ratios.append(schedule.estimated_seconds / best)
+    return {
+        "forests": count,
+        "mean": round(float(np.mean(ratios)), 4),
+        "worst": round(max(ratios), 4),
+        "over_2_percent": sum(ratio > 1.02 for ratio in ratios),
+        "met": bool(np.mean(ratios) <= 1.02 and max(ratios) <= 1.10),
+    }
+
+
+def auto_sharing() -> list[dict]:
+    """sharing="auto" over no sharing (bar: at most 1) on anyswe_a and on a 1,000-token prefix shared by two."""
+    forests = {"anyswe_a": forest("anyswe_a")}
+    for suffix in (10, 200, 2000, 30_000):
+        shape = RolloutTree.from_shape([-1, 0, 0], [1000, suffix, suffix], [1, 2])
+        forests[f"prefix 1000, suffixes {suffix}"] = shape
+    rows = []
+    for name, tree in forests.items():
+        for budget in (1024, 8192, 65_536):
+            for ranks in (1, 2, 7):
+                config = PlannerConfig(max_tokens_per_microbatch=budget, world_size=ranks)
+                auto, never = proven(tree, config), proven(tree, replace(config, sharing="never"))
+                rows.append(
+                    {
+                        "set": name,
+                        "budget": budget,
+                        "ranks": ranks,
+                        "auto_over_never": round(auto.estimated_seconds / never.estimated_seconds, 4),
+                        "decision": auto.decision,
+                        "met": auto.estimated_seconds <= never.estimated_seconds,
+                    }
+                )
+    return rows
+
+
+def time_and_memory() -> list[dict]:
+    """Planning time (bar: 0.5 s at a million) and memory above the tree (bar: 40 bytes a token), up to 10 million."""
+    rows = []
+    for scale in (1, 2, 5, 10):
+        trajectories = miniswe_like(num_prompts=100 * scale)
+        seconds = []
+        for _ in range(3):
+            tree = RolloutTree.from_trajectories(trajectories)
+            start = time.perf_counter()
+            schedule = plan_window(tree, PlannerConfig())
+            seconds.append(time.perf_counter() - start)
+        schedule.validate()
+        tree = RolloutTree.from_trajectories(trajectories)
+        tracemalloc.start()
+        plan_window(tree, PlannerConfig())
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        rows.append(
+            {
+                "unique_tokens": tree.num_tokens,
+                "trajectories": tree.num_trajectories,
+                "seconds_median": round(float(np.median(seconds)), 4),
+                "microseconds_per_token": round(1e6 * float(np.median(seconds)) / tree.num_tokens, 4),
+                "peak_bytes_per_token": round(peak / tree.num_tokens, 1),
+                "microbatches": len(schedule.microbatches),
+            }
+        )
+    return rows
+
+
+def sweep() -> dict:
+    """Every set at 1,024, 8,192 and 65,536 rows on 1, 2 and 7 ranks in all executions: planned and proven."""
+    plans, slowest = 0, 0.0
+    for name in SHAPE_NAMES:
+        tree = forest(name)
+        for budget in (1024, 8192, 65_536):
+            for ranks in (1, 2, 7):
+                for execution in ("replay", "nested", "keep"):
+                    start = time.perf_counter()
+                    schedule = plan_window(
+                        tree,
+                        PlannerConfig(max_tokens_per_microbatch=budget, world_size=ranks, execution=execution),
+                    )
+                    slowest = max(slowest, time.perf_counter() - start)
+                    schedule.validate()
+                    plans += 1
+    return {"plans": plans, "all_valid": True, "slowest_plan_seconds": round(slowest, 2)}
+
+
+def main() -> None:
+    """Runs every section, prints and writes the results."""
+    sections = [time_and_memory, one_rank, nested, many_ranks, auto_sharing, small_forests, sweep]
+    result: dict[str, object] = {**describe_machine(), "cost_model": CostModel().source}
+    for section in sections:
+        start = time.perf_counter()
+        result[section.__name__] = section()
+        print(f"{section.__name__} ({time.perf_counter() - start:.0f} s)", flush=True)
+        content = result[section.__name__]
+        for row in content if isinstance(content, list) else [content]:
+            print("  ", row, flush=True)
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
