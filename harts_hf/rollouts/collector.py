@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.utils import unwrap_model_for_generation
 
 from harts_hf.rollouts.decoding import LockstepDecoder, TokenSampler
@@ -86,10 +87,10 @@ class TreeRolloutCollector:
             (floats), ``tree`` and ``num_turns`` (ints).
 
         Raises:
-            ValueError: branching does not give ``num_generations`` leaves; prompts that are not whole groups; vLLM.
+            ValueError: branching does not give ``num_generations`` leaves; prompts that are not whole groups; vLLM;
+                a model whose parameters are sharded while it samples.
         """
-        if trainer.use_vllm:
-            raise ValueError("expected use_vllm=False: tree rollouts are sampled with the trainer's own model")
+        _check_backend(trainer)
         args = trainer.args
         shape = self._shape_for(trainer)
         roots = _group_prompts(prompts, shape.num_leaves)
@@ -145,6 +146,18 @@ class TreeRolloutCollector:
 def environment_reward(*, environment_reward: list[float], **_: Any) -> list[float]:
     """The reward function for the collector's rollouts: what the environment said."""
     return environment_reward
+
+
+def _check_backend(trainer: Any) -> None:
+    if trainer.use_vllm:
+        raise ValueError("expected use_vllm=False: tree rollouts are sampled with the trainer's own model")
+    sharded = trainer.is_fsdp_enabled or (is_deepspeed_zero3_enabled() and not trainer.args.ds3_gather_for_generation)
+    if sharded:
+        raise ValueError(
+            "expected parameters that are whole while sampling (DDP, ZeRO up to 2, or ZeRO-3 with "
+            "ds3_gather_for_generation), got sharded ones: processes that sample different numbers of tokens would "
+            "wait for one another for ever"
+        )
 
 
 def _group_prompts(prompts: list[Any], group_size: int) -> list[Any]:

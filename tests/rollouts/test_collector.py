@@ -143,6 +143,12 @@ def test_vllm_is_refused():
         collector()([PROMPTS[0]] * 4, SimpleNamespace(use_vllm=True))
 
 
+def test_sharded_parameters_are_refused():
+    """Processes would make different numbers of forwards and hang."""
+    with pytest.raises(ValueError, match="expected parameters that are whole while sampling"):
+        collector()([PROMPTS[0]] * 4, SimpleNamespace(use_vllm=False, is_fsdp_enabled=True))
+
+
 def test_limits_are_checked_when_it_is_made():
     """A collector that could not sample anything is not made."""
     with pytest.raises(ValueError, match=r"ascending fork turns in \[0, max_turns = 3\), got \[0, 3\]"):

@@ -20,12 +20,12 @@ def test_an_episode_that_goes_well():
     assert environment.reward == 1 / 3
     assert environment.step(f"go {shelf}") == (f"{shelf} reached", False)
     assert environment.reward == 2 / 3
-    assert environment.step("open lamp") == ("", True)
+    assert environment.step(f"open {shelf}") == ("", True)
     assert environment.reward == 1
 
 
 @pytest.mark.parametrize(
-    "action", ["", "look", "lamp look", "look book", "open lamp", "go s9", "go lamp", "<pad>", "look lamp2"]
+    "action", ["", "look", "lamp look", "look book", "open lamp", "open s1", "open s9", "go s9", "go lamp", "<pad>", "look lamp2"]
 )
 def test_wrong_calls_are_answered_and_may_be_retried(action):
     """A wrong call costs a turn and nothing else."""
@@ -33,7 +33,7 @@ def test_wrong_calls_are_answered_and_may_be_retried(action):
     assert environment.step(action) == ("error", False)
     for right in ("look lamp", f"go {shelf}"):
         environment.step(right)
-    assert environment.step("open lamp").done
+    assert environment.step(f"open {shelf}").done
 
 
 def test_a_shelf_counts_only_while_the_policy_stands_there():
@@ -44,7 +44,7 @@ def test_a_shelf_counts_only_while_the_policy_stands_there():
     environment.step(f"go {shelf}")
     environment.step(f"go {other}")
     assert environment.reward == 1 / 3
-    assert environment.step("open lamp") == ("error", False)
+    assert environment.step(f"open {shelf}") == ("error", False)
     assert environment.step(f"go {other}") == ("error", False)  # it is there already
 
 
@@ -69,14 +69,14 @@ def test_forks_do_not_see_each_other():
     twin.step(f"go {shelf}")
     assert (environment.reward, twin.reward) == (1 / 3, 2 / 3)
     environment.step("go s1" if shelf != "s1" else "go s2")
-    assert twin.step("open lamp").done
+    assert twin.step(f"open {shelf}").done
 
 
 def test_the_tokenizer_knows_every_word():
     """All texts of an episode survive encoding and decoding, without an unknown token."""
     environment, shelf = begun(num_items=12, num_shelves=9)
     tokenizer = environment.tokenizer()
-    texts = [*environment.prompts(), "look lamp", f"go {shelf}", "open fork", f"{shelf} listed", "s9 reached", "error"]
+    texts = [*environment.prompts(), "look lamp", f"go {shelf}", "open s9", f"{shelf} listed", "s9 reached", "error"]
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert tokenizer.unk_token_id not in ids

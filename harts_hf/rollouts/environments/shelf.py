@@ -1,11 +1,12 @@
-"""The shelf task: find out on which shelf an item is, go there, open it.
+"""The shelf task: find out on which shelf an item is, go to the shelf, open it.
 
 An episode that goes well, the policy's words in capitals::
 
-    lamp wanted LOOK LAMP s3 listed GO S3 s3 reached OPEN LAMP
+    lamp wanted LOOK LAMP s3 listed GO S3 s3 reached OPEN S3
 
-The shelf is drawn anew for every episode, so it has to be looked up and copied. A call that makes no sense, or that
-opens an item where it is not, is answered ``error`` and may be tried again while turns are left.
+The shelf is drawn anew for every episode, so it has to be looked up and copied. A call that makes no sense, that opens
+the wrong shelf or one where the policy does not stand, is answered ``error`` and may be tried again while turns are
+left.
 """
 
 import random
@@ -67,7 +68,7 @@ class ShelfEnvironment(Environment):
             if self._steps_made:
                 self._steps_made = 2 if argument == self._shelf else 1
             return StepResult(f"{argument} reached", done=False)
-        if verb == "open" and argument == self._target and self._at == self._shelf:
+        if verb == "open" and argument == self._shelf and argument == self._at:
             self._steps_made = 3
             return StepResult("", done=True)
         return StepResult("error", done=False)
