@@ -20,6 +20,7 @@ from harts_hf.kernels.attention import tree_attention
 from harts_hf.kernels.conv import tree_causal_conv1d
 from harts_hf.kernels.linear_attention import tree_gated_delta_rule, tree_kimi_delta_rule
 from harts_hf.modeling.families import Family
+from harts_hf.modeling.handoff import export_rows, export_states, import_rows, imported
 
 CONV_FUNCTION = "causal_conv1d_fn"
 ATTENTION_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
@@ -45,7 +46,8 @@ def tree_linear_class(stock: type[nn.Module], family: Family) -> type[nn.Module]
     def forward(self: nn.Module, *args: Any, harts: TreeBatch | None = None, **kwargs: Any) -> torch.Tensor:
         if harts is None:
             return stock.forward(self, *args, **kwargs)
-        names = {CONV_FUNCTION: _conv_on(harts), family.rule_function: _rule_on(harts, rule)}
+        layer: Any = self.layer_idx
+        names = {CONV_FUNCTION: _conv_on(harts, layer), family.rule_function: _rule_on(harts, layer, rule)}
         return _rebind(raw_forward, names)(self, *args, **kwargs)
 
     return _subclass(stock, forward)
@@ -59,12 +61,14 @@ def tree_attention_class(stock: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, harts: TreeBatch | None = None, **kwargs: Any) -> Any:
         if harts is None:
             return stock.forward(self, *args, **kwargs)
+        # Transformers' mixers join earlier keys and values (MLA: latents) to new ones through their cache.
+        kwargs["cache"] = _HandedKeys(harts) if "keys" in harts.imports or "keys" in harts.exports else None
         return _rebind(raw_forward, {ATTENTION_REGISTRY: _AttentionOn(harts)})(self, *args, **kwargs)
 
     return _subclass(stock, forward)
 
 
-def _conv_on(batch: TreeBatch) -> Callable[..., torch.Tensor]:
+def _conv_on(batch: TreeBatch, layer: int) -> Callable[..., torch.Tensor]:
     def causal_conv1d_fn(
         hidden_states: torch.Tensor,  # [1, D, N]
         weight: torch.Tensor,
@@ -72,14 +76,15 @@ def _conv_on(batch: TreeBatch) -> Callable[..., torch.Tensor]:
         activation: str | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        rows = hidden_states[0].transpose(0, 1)
-        mixed = tree_causal_conv1d(rows, weight, bias, batch.conv(weight.shape[-1]), activation=activation)
+        rows = export_rows(batch, "conv", layer, [hidden_states[0].transpose(0, 1)], [0])
+        (together,) = import_rows(batch, "conv", layer, rows, [0])
+        mixed = tree_causal_conv1d(together, weight, bias, batch.conv(weight.shape[-1]), activation=activation)
         return mixed.transpose(0, 1)[None]
 
     return causal_conv1d_fn
 
 
-def _rule_on(batch: TreeBatch, rule: Callable[..., Any]) -> Callable[..., Any]:
+def _rule_on(batch: TreeBatch, layer: int, rule: Callable[..., Any]) -> Callable[..., Any]:
     def chunk_rule(
         query: torch.Tensor,  # [1, N, H, K]
         key: torch.Tensor,
@@ -89,11 +94,36 @@ def _rule_on(batch: TreeBatch, rule: Callable[..., Any]) -> Callable[..., Any]:
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        rows = [tensor[0] for tensor in (query, key, value, g, beta)]
-        out = rule(*rows, batch.linear, use_qk_l2norm=use_qk_l2norm_in_kernel)
-        return out.output[None], None
+        dims = [0] * 5
+        rows = export_rows(batch, "linear", layer, [tensor[0] for tensor in (query, key, value, g, beta)], dims)
+        rows = import_rows(batch, "linear", layer, rows, dims)
+        states = imported(batch, "states", layer, 1)
+        exported = batch.exports.get("states") if batch.handoff is not None else None
+        out = rule(
+            *rows,
+            batch.linear,
+            initial_states=None if states is None else states[0],
+            export_nodes=exported,
+            use_qk_l2norm=use_qk_l2norm_in_kernel,
+        )
+        return export_states(batch, layer, out.output, None if exported is None else out.states)[None], None
 
     return chunk_rule
+
+
+class _HandedKeys:
+    """Stands in for a cache: hands over a microbatch's keys and values, and puts handed ones before them."""
+
+    def __init__(self, batch: TreeBatch) -> None:
+        self.batch = batch
+
+    def update(
+        self, first: torch.Tensor, second: torch.Tensor, layer_idx: int, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, or an MLA's latents and rotary keys, ``[1, H, N, D]``; returns them with ``E + N`` rows."""
+        rows = export_rows(self.batch, "keys", layer_idx, [first, second], [2, 2])
+        together = import_rows(self.batch, "keys", layer_idx, rows, [2, 2])
+        return together[0], together[1]
 
 
 class _AttentionOn:

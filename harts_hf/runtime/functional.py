@@ -9,7 +9,7 @@ from torch import nn
 
 from harts_hf.modeling import patch
 from harts_hf.planner import PlannerConfig
-from harts_hf.runtime.passes import HeadOptions, forward_microbatch, run_backward, score
+from harts_hf.runtime.run import Coefficients, HeadOptions, WindowRun
 from harts_hf.runtime.window import TreeWindow
 
 
@@ -22,8 +22,8 @@ def tree_logprobs(
 ) -> Any:
     """Log-probs of every trajectory, each shared token computed once.
 
-    Differentiable by the model's parameters. Where the trajectories need more than one microbatch, the forward runs
-    without a graph and the backward runs each microbatch forward and backward in turn, so memory stays that of one.
+    Differentiable by the model's parameters, once. The forward runs without a graph (unless the plan's execution is
+    "keep"), and the backward runs the planned forwards and backwards, so memory stays within the plan's limits.
 
     Args:
         model: a causal language model of a supported family, not wrapped for distributed training; it is patched if
@@ -42,59 +42,48 @@ def tree_logprobs(
         UnsupportedModelError: a model that is not supported.
         ValueError: bad trajectories or a bad temperature.
     """
-    if not temperature > 0:
-        raise ValueError(f"expected a temperature above 0, got {temperature}")
     vocab_size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     window = TreeWindow(trajectories, planner, vocab_size=vocab_size)
+    return window_logprobs(model, window, temperature, return_entropy)
+
+
+def window_logprobs(
+    model: nn.Module, window: TreeWindow, temperature: float = 1.0, return_entropy: bool = False
+) -> Any:
+    """:func:`tree_logprobs` on a window that is planned already; the same results and errors."""
+    if not temperature > 0:
+        raise ValueError(f"expected a temperature above 0, got {temperature}")
     patch(model)
     window.to(next(model.parameters()).device)
-    options = HeadOptions(temperature=temperature)
-    if len(window.batches) == 1:
-        log_probs, entropy = _one_microbatch(model, window, options, return_entropy)
-    else:
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        log_probs, entropy = _ScheduledLogProbs.apply(model, window, options, return_entropy, *parameters)
-    rows = [torch.from_numpy(window.label_rows(i)).to(log_probs.device) for i in range(len(trajectories))]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    differentiable = torch.is_grad_enabled() and bool(parameters)
+    run = WindowRun(model, window, HeadOptions(temperature=temperature), mode="train" if differentiable else "score")
+    log_probs, entropy = _ScheduledLogProbs.apply(run, return_entropy, *parameters)
+    rows = [torch.from_numpy(window.label_rows(i)).to(log_probs.device) for i in range(window.tree.num_trajectories)]
     if entropy is None:
         return [log_probs[r] for r in rows]
     return [log_probs[r] for r in rows], [entropy[r] for r in rows]
 
 
-def _one_microbatch(
-    model: nn.Module, window: TreeWindow, options: HeadOptions, return_entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    batch = window.batches[0]
-    out = forward_microbatch(model, batch, batch.labels, options, return_entropy=return_entropy)
-    rows = batch.labels.tree_rows
-
-    def per_tree_row(values: torch.Tensor) -> torch.Tensor:
-        return values.new_zeros(window.tree.num_tokens).index_put((rows,), values)
-
-    return per_tree_row(out.log_probs), None if out.entropy is None else per_tree_row(out.entropy)
-
-
 class _ScheduledLogProbs(torch.autograd.Function):
-    """Scores in its forward; runs the schedule of forwards and backwards in its backward."""
+    """Scores in its forward; runs the rest of the schedule in its backward."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        model: nn.Module,
-        window: TreeWindow,
-        options: HeadOptions,
-        return_entropy: bool,
-        *parameters: torch.Tensor,
+        ctx: Any, run: WindowRun, return_entropy: bool, *parameters: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ctx.run = (model, window, options)
+        ctx.run = run
         ctx.parameters = parameters
         ctx.versions = [parameter._version for parameter in parameters]
         ctx.set_materialize_grads(False)
-        scores = score(model, window, options, return_entropy=return_entropy)
+        scores = run.score(return_entropy=return_entropy)
         return scores.log_probs, scores.entropy
 
     @staticmethod
     def backward(ctx: Any, log_prob_gradients: torch.Tensor | None, entropy_gradients: torch.Tensor | None) -> Any:
-        model, window, options = ctx.run
+        if ctx.run is None:
+            raise RuntimeError("backward through tree_logprobs a second time: its schedule runs once")
+        run, ctx.run = ctx.run, None
         if [parameter._version for parameter in ctx.parameters] != ctx.versions:
             raise RuntimeError("the model's parameters were changed in place between tree_logprobs and its backward")
         if log_prob_gradients is None:
@@ -103,12 +92,13 @@ class _ScheduledLogProbs(torch.autograd.Function):
         # Sums over microbatches in fp32 or wider, like autograd's own sums within one microbatch's kernels.
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in ctx.parameters]
 
+        inputs = (*ctx.parameters, run.handoff.anchor)
+
         def accumulate(scalar: torch.Tensor) -> None:
-            for total, gradient in zip(
-                sums, torch.autograd.grad(scalar, ctx.parameters, allow_unused=True), strict=True
-            ):
+            *gradients, _ = torch.autograd.grad(scalar, inputs, allow_unused=True)
+            for total, gradient in zip(sums, gradients, strict=True):
                 if gradient is not None:
                     total += gradient
 
-        run_backward(model, window, log_prob_gradients, entropy_gradients, accumulate, options)
-        return None, None, None, None, *(t.to(p.dtype) for t, p in zip(sums, ctx.parameters, strict=True))
+        run.backward(Coefficients(log_probs=log_prob_gradients, entropy=entropy_gradients), accumulate)
+        return None, None, *(t.to(p.dtype) for t, p in zip(sums, ctx.parameters, strict=True))

@@ -2,14 +2,13 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from harts_hf.batch import TreeBatch
+from harts_hf.batch import TreeBatch, build_batches
 from harts_hf.errors import HartsWarning
 from harts_hf.planner import PlannerConfig, Schedule, plan_window
 from harts_hf.tree import RolloutTree
@@ -20,8 +19,7 @@ class TreeWindow:
 
     Args:
         trajectories: 1-D integer arrays of token ids; at least one, none empty.
-        planner: limits; the defaults if None. Microbatches do not hand states over yet, so a cut computes its prefix
-            again whatever ``planner.handoff`` says.
+        planner: limits; the defaults if None.
         vocab_size: if given, token ids are checked against it.
 
     Attributes:
@@ -45,14 +43,32 @@ class TreeWindow:
                 f"expected token ids below the vocabulary size {vocab_size}, got {token} in trajectory {index}"
             )
         self.rollout_tree = tree
-        self.schedule: Schedule = plan_window(tree, replace(planner or PlannerConfig(), handoff=False))
+        self.schedule: Schedule = plan_window(tree, planner or PlannerConfig())
         self.tree = self.schedule.tree
         self._warn_oversized()
+
+    @classmethod
+    def from_schedule(cls, trajectories: Sequence[ArrayLike], schedule: Schedule) -> "TreeWindow":
+        """A window with a schedule of one's own.
+
+        Raises:
+            ValueError: a schedule for another tree.
+        """
+        window = cls.__new__(cls)
+        window.rollout_tree = RolloutTree.from_trajectories(trajectories)
+        window.schedule, window.tree = schedule, schedule.tree
+        theirs = [schedule.tree.token_ids[schedule.tree.path(i)] for i in range(schedule.tree.num_trajectories)]
+        if len(theirs) != len(trajectories):
+            raise ValueError(f"expected a schedule for {len(trajectories)} trajectories, got one for {len(theirs)}")
+        for index, (tokens, planned) in enumerate(zip(trajectories, theirs, strict=True)):
+            if not np.array_equal(np.asarray(tokens), planned):
+                raise ValueError(f"expected a schedule for these trajectories, got another trajectory {index}")
+        return window
 
     @cached_property
     def batches(self) -> list[TreeBatch]:
         """The microbatches as tensors, in the order of ``schedule.microbatches``."""
-        return [TreeBatch(self.tree, microbatch) for microbatch in self.schedule.microbatches]
+        return build_batches(self.schedule)
 
     def to(self, device: torch.device | str) -> "TreeWindow":
         """Moves the microbatches to ``device``, in place."""

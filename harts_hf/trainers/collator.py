@@ -1,7 +1,7 @@
 """The data collator: trajectories in, a planned window out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,19 @@ class TreeDataCollator:
         """
         trajectories = [_real_tokens(feature, index) for index, feature in enumerate(features)]
         return TreeWindow(trajectories, self.planner, vocab_size=self.vocab_size)
+
+    def for_execution(self, execution: str, *, can_skip_scoring: bool) -> "TreeDataCollator":
+        """The collator with an execution of the planner chosen.
+
+        "auto" is "nested" where the scoring pass can be left out, with at most ``max_graph_tokens`` rows of graphs
+        alive (twice a microbatch if there is no such limit), and "replay" elsewhere.
+        """
+        limits: dict[str, Any] = {}
+        if execution == "auto":
+            execution = "nested" if can_skip_scoring else "replay"
+            if execution == "nested" and self.planner.max_graph_tokens is None:
+                limits["max_graph_tokens"] = 2 * self.planner.max_tokens_per_microbatch
+        return replace(self, planner=replace(self.planner, execution=execution, **limits))
 
 
 def _real_tokens(feature: Any, index: int) -> NDArray[Any]:

@@ -21,6 +21,17 @@ class TreeOptions:
         tree_sharing (`str`, *optional*, defaults to `"auto"`):
             `"always"` computes shared tokens once wherever they fit together, `"never"` runs every trajectory by
             itself, `"auto"` takes what is estimated to be faster.
+        tree_execution (`str`, *optional*, defaults to `"auto"`):
+            Order of forwards and backwards of a tree that is cut: `"replay"` scores everything, then runs each
+            microbatch forward and backward; `"nested"` keeps the graphs of open trunks; `"keep"` keeps all graphs.
+            `"auto"` is `"nested"` without a scoring pass where that is exact, `"replay"` elsewhere.
+        tree_max_graph_tokens (`int`, *optional*):
+            Rows whose graphs may be alive at once. No limit if unset, except that `tree_execution="auto"` keeps at
+            most two microbatches.
+        tree_max_handoff_bytes (`int`, *optional*):
+            Bytes of states handed between microbatches that may be alive at once, as the planner estimates them.
+        tree_offload_handoff (`bool`, *optional*, defaults to `False`):
+            Whether handed states lie on the CPU between uses.
     """
 
     tree_max_tokens_per_microbatch: int = field(
@@ -32,6 +43,24 @@ class TreeOptions:
             "help": "Whether shared tokens are computed once: 'always', 'never' or 'auto' (what is estimated faster).",
             "choices": ["auto", "always", "never"],
         },
+    )
+
+    tree_execution: str = field(
+        default="auto",
+        metadata={
+            "help": "Order of forwards and backwards of a tree that is cut: 'replay', 'nested', 'keep', or 'auto' "
+            "('nested' without a scoring pass where that is exact, 'replay' elsewhere).",
+            "choices": ["auto", "replay", "nested", "keep"],
+        },
+    )
+    tree_max_graph_tokens: int | None = field(
+        default=None, metadata={"help": "Rows whose graphs may be alive at once; no limit if unset."}
+    )
+    tree_max_handoff_bytes: int | None = field(
+        default=None, metadata={"help": "Bytes of states handed between microbatches that may be alive at once."}
+    )
+    tree_offload_handoff: bool = field(
+        default=False, metadata={"help": "Whether states handed between microbatches lie on the CPU between uses."}
     )
 
     def planner_config(self) -> PlannerConfig:

@@ -29,7 +29,7 @@ class TreeHooks:
     accelerator: Any
     temperature: float
     ref_model: Any
-    _tree_score: Any
+    _tree_run: Any
 
     # The trainer's configuration class; a plain TRL one would lack the tree options.
     _config_class: type
@@ -89,7 +89,8 @@ class TreeHooks:
             raise ValueError("expected scoring without gradients outside a tree training step")
         rows = PaddedRows.from_tensors(input_ids, attention_mask, logits_to_keep)
         window, (index,) = plan_rows([rows], self._tree_collator)
-        scores = self._tree_score(model, window.to(input_ids.device), return_entropy=compute_entropy)
+        run = self._tree_run(model, window.to(input_ids.device), mode="score")
+        scores = run.score(return_entropy=compute_entropy)
         entropy = None if scores.entropy is None else spread(scores.entropy, index)
         return spread(scores.log_probs, index), entropy, None
 

@@ -1,6 +1,7 @@
 """The training step below TRL's trainer: collects the slices of an optimizer step, then runs them as one window."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,13 @@ from numpy.typing import NDArray
 from torch import nn
 from trl.trainer.base_trainer import _BaseTrainer
 
-from harts_hf.runtime import HeadOptions, Scores, TreeWindow, run_backward, score
+from harts_hf.runtime import Coefficients, HeadOptions, Scores, TreeWindow, WindowRun
 from harts_hf.trainers.collator import TreeDataCollator
 from harts_hf.trainers.rows import PaddedRows, collect, plan_rows, spread
+from harts_hf.trainers.skipping import reason_to_score
+
+Slices = list[dict[str, Any]]
+Indices = list[NDArray[np.int64]]
 
 
 class TreeStep(_BaseTrainer):
@@ -20,10 +25,12 @@ class TreeStep(_BaseTrainer):
 
     Micro-steps before the last one only keep their slice. The last one plans all slices together, scores them
     (``S``), asks TRL's own loss for its derivatives by every log-prob and entropy, sums those over the trajectories
-    that share a token, and runs the planned forwards and backwards (``F B``).
+    that share a token, and runs the planned forwards and backwards (``F B``). Where the derivatives do not depend on
+    log-probs, the scoring pass is left out (see :mod:`harts_hf.trainers.skipping`).
     """
 
     # What TreeHooks and TRL's trainer set.
+    args: Any
     _tree_collator: TreeDataCollator
     _tree_head: HeadOptions
     _tree_slices: list[dict[str, Any]]
@@ -50,89 +57,105 @@ class TreeStep(_BaseTrainer):
 
     def _run_window(self, model: nn.Module, slices: list[dict[str, Any]], num_items: Any) -> torch.Tensor:
         started = time.perf_counter()
-        rows = [_padded_rows(one) for one in slices]
-        window, indices = plan_rows(rows, self._tree_collator)
+        prevented = reason_to_score(self, slices)
+        collator = self._tree_collator.for_execution(self.args.tree_execution, can_skip_scoring=prevented is None)
+        window, indices = plan_rows([_padded_rows(one) for one in slices], collator)
         window.to(self.args.device)
-        planned = time.perf_counter()
-        scores = self._tree_score(model, window, return_entropy=True)
-        scored = time.perf_counter()
-        loss, log_prob_gradients, entropy_gradients = self._loss_gradients(model, slices, indices, scores, num_items)
-        begun = time.perf_counter()
-        difference = self._tree_backward(model, window, scores, log_prob_gradients, entropy_gradients)
-        ended = time.perf_counter()
+        self._log_tree("planning_seconds", time.perf_counter() - started)
+        skips = prevented is None and window.schedule.execution == "nested" and len(window.batches) > 1
+        self._log_tree("scoring_skipped", skips)
+        if prevented is not None:
+            self._log_tree(f"scoring_needed_by/{prevented}", 1)
+        phases = self._without_scoring if skips else self._with_scoring
+        loss, difference = phases(model, window, slices, indices, num_items)
         self._log_window(window, difference)
-        self._log_tree("planning_seconds", planned - started)
-        self._log_tree("scoring_seconds", scored - planned)
-        self._log_tree("backward_seconds", ended - begun)
         return loss
 
-    def _tree_score(self, model: nn.Module, window: TreeWindow, *, return_entropy: bool) -> Scores:
-        return score(
-            model, window, self._tree_head, return_entropy=return_entropy, context=self.compute_loss_context_manager
+    def _with_scoring(
+        self, model: nn.Module, window: TreeWindow, slices: Slices, indices: Indices, num_items: Any
+    ) -> tuple[torch.Tensor, float]:
+        started = time.perf_counter()
+        run = self._tree_run(model, window)
+        scores = run.score(return_entropy=True)
+        self._log_tree("scoring_seconds", time.perf_counter() - started)
+        loss, coefficients = self._loss_coefficients(model, slices, indices, scores, num_items)
+        started = time.perf_counter()
+        run.backward(coefficients, self.accelerator.backward)
+        self._log_tree("backward_seconds", time.perf_counter() - started)
+        return loss, run.recompute_difference
+
+    def _without_scoring(
+        self, model: nn.Module, window: TreeWindow, slices: Slices, indices: Indices, num_items: Any
+    ) -> tuple[torch.Tensor, float]:
+        """Coefficients from TRL's loss on placeholders, then the schedule, then TRL's loss on the true values."""
+        started = time.perf_counter()
+        zeros = torch.zeros(window.tree.num_tokens, device=self.args.device)
+        kept = {name: list(values) for name, values in self._metrics["train"].items()}
+        _, coefficients = self._loss_coefficients(
+            model, slices, indices, Scores(log_probs=zeros, entropy=zeros), num_items
         )
-
-    def _loss_gradients(
-        self,
-        model: nn.Module,
-        slices: list[dict[str, Any]],
-        indices: list[NDArray[np.int64]],
-        scores: Scores,
-        num_items: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """TRL's loss of every slice on leaf log-probs, and its derivatives per row of the tree."""
-        assert scores.entropy is not None
-        total = torch.zeros((), device=self.args.device)
-        gradients: list[tuple[torch.Tensor | None, ...]] = []
-        for number, (one, index) in enumerate(zip(slices, indices, strict=True)):
-            leaves = [spread(values, index).requires_grad_() for values in (scores.log_probs, scores.entropy)]
-            loss = self._slice_loss(model, one, (leaves[0], leaves[1]), num_items, is_last=number == len(slices) - 1)
-            gradients.append(torch.autograd.grad(loss, leaves, allow_unused=True))
-            total += loss.detach()
-        by_log_prob, by_entropy = (
-            collect(column, indices, len(scores.log_probs)) for column in zip(*gradients, strict=True)
+        self._metrics["train"].clear()
+        self._metrics["train"].update(kept)
+        wanted = np.zeros(window.tree.num_tokens, bool)
+        for index in indices:
+            wanted[index[index >= 0]] = True
+        scores = self._tree_run(model, window, mode="unscored").backward_unscored(
+            Coefficients(log_probs=coefficients.log_probs),
+            self.accelerator.backward,
+            torch.from_numpy(wanted).to(self.args.device),
         )
-        return total, by_log_prob, by_entropy
+        with torch.no_grad():
+            loss = self._loss(model, slices, [self._leaves(scores, index) for index in indices], num_items)
+        self._log_tree("scoring_seconds", 0.0)
+        self._log_tree("backward_seconds", time.perf_counter() - started)
+        return torch.stack(loss).sum(), 0.0
 
-    def _slice_loss(
-        self,
-        model: nn.Module,
-        one: dict[str, Any],
-        leaves: tuple[torch.Tensor, torch.Tensor],
-        num_items: Any,
-        *,
-        is_last: bool,
-    ) -> torch.Tensor:
-        # TRL's adaptive entropy controller acts on the slice that synchronises.
-        self.accelerator.gradient_state._set_sync_gradients(is_last)
-        self._tree_leaves = leaves
-        try:
-            with self.compute_loss_context_manager():
-                loss: Any = self.compute_loss(model, one, num_items_in_batch=num_items)
-        finally:
-            self._tree_leaves = None
-            self.accelerator.gradient_state._set_sync_gradients(True)
-        if not self.loss_is_scaled_for_ga:
-            loss = loss / self.current_gradient_accumulation_steps
-        return loss
-
-    def _tree_backward(
-        self,
-        model: nn.Module,
-        window: TreeWindow,
-        scores: Scores,
-        log_prob_gradients: torch.Tensor,
-        entropy_gradients: torch.Tensor,
-    ) -> float:
-        return run_backward(
+    def _tree_run(self, model: nn.Module, window: TreeWindow, mode: Any = "train") -> WindowRun:
+        return WindowRun(
             model,
             window,
-            log_prob_gradients.to(self.args.device),
-            entropy_gradients.to(self.args.device),
-            self.accelerator.backward,
             self._tree_head,
             context=self.compute_loss_context_manager,
-            compare_with=scores,
+            offload=self.args.tree_offload_handoff,
+            mode=mode,
         )
+
+    def _loss_coefficients(
+        self, model: nn.Module, slices: Slices, indices: Indices, scores: Scores, num_items: Any
+    ) -> tuple[torch.Tensor, Coefficients]:
+        """TRL's loss of every slice on leaf log-probs, and its derivatives per row of the tree."""
+        leaves = [tuple(leaf.requires_grad_() for leaf in self._leaves(scores, index)) for index in indices]
+        losses = self._loss(model, slices, leaves, num_items)
+        gradients = [
+            torch.autograd.grad(loss, pair, allow_unused=True) for loss, pair in zip(losses, leaves, strict=True)
+        ]
+        by_log_prob, by_entropy = (
+            collect(column, indices, len(scores.log_probs)).to(self.args.device)
+            for column in zip(*gradients, strict=True)
+        )
+        total = torch.stack([loss.detach() for loss in losses]).sum()
+        return total, Coefficients(log_probs=by_log_prob, entropy=by_entropy)
+
+    @staticmethod
+    def _leaves(scores: Scores, index: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        assert scores.entropy is not None
+        return spread(scores.log_probs, index), spread(scores.entropy, index)
+
+    def _loss(self, model: nn.Module, slices: Slices, leaves: Sequence[Any], num_items: Any) -> list[torch.Tensor]:
+        """TRL's own loss of every slice, scaled for accumulation."""
+        losses = []
+        for number, (one, pair) in enumerate(zip(slices, leaves, strict=True)):
+            # TRL's adaptive entropy controller acts on the slice that synchronises.
+            self.accelerator.gradient_state._set_sync_gradients(number == len(slices) - 1)
+            self._tree_leaves = pair
+            try:
+                with self.compute_loss_context_manager():
+                    loss: Any = self.compute_loss(model, one, num_items_in_batch=num_items)
+            finally:
+                self._tree_leaves = None
+                self.accelerator.gradient_state._set_sync_gradients(True)
+            losses.append(loss if self.loss_is_scaled_for_ga else loss / self.current_gradient_accumulation_steps)
+        return losses
 
     def _log_window(self, window: TreeWindow, difference: float) -> None:
         schedule = window.schedule

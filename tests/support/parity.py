@@ -1,4 +1,4 @@
-"""tree_logprobs against the unpatched model, one trajectory at a time, in float64.
+"""Log-probs of a tree against the unpatched model, one trajectory at a time, in float64.
 
 Budget: the stock model differs from itself (a prefix alone against inside a longer sequence) by 2e-14 in log-probs and
 gradients in this setting, so 1e-10 and 1e-9 leave four orders for sums in another order and none for a mistake.
@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from harts_hf import PlannerConfig, patch, tree_logprobs, unpatch
+from harts_hf import PlannerConfig, Schedule, unpatch
+from harts_hf.runtime import TreeWindow, window_logprobs
 from support.oracle import (
     assert_gradients_close,
     float64_everywhere,
@@ -54,15 +55,17 @@ def check_parity(
     trajectories: list[np.ndarray],
     planner: PlannerConfig | None = None,
     temperature: float = 1.0,
+    *,
+    schedule: Schedule | None = None,
 ) -> None:
-    """Log-probs, entropies and every gradient of the tree against the stock model's."""
+    """Log-probs, entropies and every gradient of the tree, planned or as scheduled, against the stock model's."""
+    window = TreeWindow.from_schedule(trajectories, schedule) if schedule else TreeWindow(trajectories, planner)
     weights = random_weights(trajectories, torch.float64, seed=1)
     entropy_weights = random_weights(trajectories, torch.float64, seed=2)
     with float64_everywhere(model):
         expected = expected_of(model, trajectories, weights, entropy_weights, temperature)
         model.zero_grad()
-        patch(model)
-        log_probs, entropies = tree_logprobs(model, trajectories, planner, temperature, return_entropy=True)
+        log_probs, entropies = window_logprobs(model, window, temperature, return_entropy=True)
         pairs = [*zip(log_probs, weights, strict=True), *zip(entropies, entropy_weights, strict=True)]
         sum((value * weight).sum() for value, weight in pairs).backward()
         got = gradients(model)

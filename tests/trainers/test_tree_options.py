@@ -9,7 +9,6 @@ from support.trainer_runs import assert_same_training, run_trainer
 from trl import GRPOConfig, GRPOTrainer
 
 from harts_hf import TreeGMPOConfig, TreeGMPOTrainer, TreeGRPOConfig, TreeGRPOTrainer, UnsupportedModelError
-from harts_hf.errors import HartsWarning
 
 METRICS = {
     "sharing_ratio",
@@ -23,6 +22,7 @@ METRICS = {
     "logp_recompute_maxdiff",
     "planning_seconds",
     "scoring_seconds",
+    "scoring_skipped",
     "backward_seconds",
 }
 
@@ -32,17 +32,54 @@ def tree_run(folder, **options):
     return run_trainer(TreeGRPOTrainer, TreeGRPOConfig, folder, **options)
 
 
-def test_cut_trees_train_the_same(tmp_path):
-    """Microbatches that recompute prefixes, one oversized, and no sharing at all: the same training as stock."""
+@pytest.mark.parametrize("execution", ["auto", "replay", "nested", "keep"])
+def test_cut_trees_train_the_same(execution, tmp_path):
+    """Windows of several microbatches compute every token once and train as stock does, in every execution."""
     stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock")
-    with pytest.warns(HartsWarning, match="longer than max_tokens_per_microbatch=64"):
-        cut = tree_run(tmp_path / "cut", tree_sharing="always", tree_max_tokens_per_microbatch=64)
-    apart = tree_run(tmp_path / "apart", tree_sharing="never")
+    options = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "tree_execution": execution}
+    cut = tree_run(tmp_path / "cut", **options)
     assert_same_training(stock, cut)
-    assert_same_training(stock, apart)
     for log in cut[1][:-1]:
-        assert log["tree/microbatches"] > 1 and log["tree/oversized_microbatches"] >= 1
-        assert log["tree/forward_tokens"] > log["tree/expanded_tokens"] / log["tree/sharing_ratio"]
+        assert log["tree/microbatches"] > 1
+        unique = log["tree/expanded_tokens"] / log["tree/sharing_ratio"]
+        assert log["tree/backward_tokens"] == pytest.approx(unique)
+        assert log["tree/scoring_skipped"] == (execution in ("auto", "nested"))
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"num_iterations": 2}, "old_per_token_logps"),
+        ({"beta": 0.1}, "ref_per_token_logps"),
+        ({"entropy_coef": 0.05}, "entropy_bonus"),
+        ({"top_entropy_quantile": 0.6}, "top_entropy_quantile"),
+        ({"off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold"),
+    ],
+)
+def test_scoring_is_skipped_only_where_exact(options, field, tmp_path):
+    """Each setting that makes coefficients depend on values brings the scoring pass back, and a metric names it."""
+    stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock", **options)
+    cut = tree_run(tmp_path / "cut", tree_sharing="always", tree_max_tokens_per_microbatch=64, **options)
+    assert_same_training(stock, cut)
+    for log in cut[1][:-1]:
+        assert log["tree/scoring_skipped"] == 0
+        assert log[f"tree/scoring_needed_by/{field}"] == 1
+
+
+@pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo"])
+def test_every_loss_without_scoring(loss, tmp_path):
+    """Losses, metrics and gradients are TRL's although no scoring pass ran."""
+    stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock", loss_type=loss)
+    cut = tree_run(tmp_path / "cut", tree_sharing="always", tree_max_tokens_per_microbatch=64, loss_type=loss)
+    assert_same_training(stock, cut)
+    assert all(log["tree/scoring_skipped"] == 1 for log in cut[1][:-1])
+
+
+def test_no_sharing_trains_the_same(tmp_path):
+    """Every trajectory on rows of its own is the same training."""
+    stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock")
+    apart = tree_run(tmp_path / "apart", tree_sharing="never")
+    assert_same_training(stock, apart)
     for log in apart[1][:-1]:
         assert log["tree/forward_tokens"] == log["tree/expanded_tokens"]
 

@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 import torch
 
-from harts_hf.batch import GatherIndex, LinearTables, _Tensors
+from harts_hf.batch import GatherIndex, LinearTables, Tables
 from harts_hf.planner.linear_calls import decompose_chains
 from harts_hf.tree import IntArray
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PackedChains(_Tensors):
+class PackedChains(Tables):
     """``M`` chunk nodes packed as ``Q`` chains over ``P`` rows, with ``S`` state slots.
 
     Slots hold fp32 states: first the boundary states handed in, then the outgoing states that some other chain starts

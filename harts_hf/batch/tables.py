@@ -1,4 +1,4 @@
-"""A planned microbatch as tensors: the only bridge from plan to tensors.
+"""Tables that kernels read, as tensors.
 
 Index spaces. *Own rows* ``0..N-1`` are the rows that the network computes, in preorder. Each kind of layer may also
 read rows handed over by trunks; those stand **before** the own rows in that layer's own index space (``E`` handed
@@ -11,25 +11,24 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from harts_hf.planner.chunks import CHUNK_SIZE, ChunkTree, build_chunk_tree
-from harts_hf.planner.schedule import Microbatch
-from harts_hf.tree import IntArray, RolloutTree
+from harts_hf.planner.chunks import ChunkTree
+from harts_hf.tree import IntArray
 
 
-class _Tensors:
+class Tables:
     """Tables that move between devices together."""
 
     def to(self, device: torch.device | str) -> Self:
         """The same tables on ``device``."""
         moved = {
-            f.name: value.to(device) if isinstance(value := getattr(self, f.name), torch.Tensor | _Tensors) else value
+            f.name: value.to(device) if isinstance(value := getattr(self, f.name), torch.Tensor | Tables) else value
             for f in fields(self)  # type: ignore[arg-type]
         }
         return type(self)(**moved)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class GatherIndex(_Tensors):
+class GatherIndex(Tables):
     """Which rows to read, and for the backward where each row was read (CSR), so that sums have a fixed order.
 
     Attributes:
@@ -53,11 +52,11 @@ class GatherIndex(_Tensors):
         places = np.argsort(index, kind="stable")[np.count_nonzero(index < 0) :]
         ptr = np.zeros(num_rows + 1, np.int64)
         np.cumsum(np.bincount(index[index >= 0], minlength=num_rows), out=ptr[1:])
-        return cls(index=_tensor(index), ptr=_tensor(ptr), places=_tensor(places))
+        return cls(index=as_tensor(index), ptr=as_tensor(ptr), places=as_tensor(places))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LinearTables(_Tensors):
+class LinearTables(Tables):
     """How a linear-attention layer walks the chunk tree of a microbatch of ``N`` own rows (``M`` chunk nodes).
 
     Attributes:
@@ -98,14 +97,15 @@ class LinearTables(_Tensors):
         return len(self.output.index)
 
     @classmethod
-    def build(cls, chunks: ChunkTree, own_rows: IntArray) -> "LinearTables":
+    def build(cls, chunks: ChunkTree, own_rows: IntArray, entry_keys: IntArray | None = None) -> "LinearTables":
         """From the chunk tree over ``E + N`` rows.
 
         Args:
             chunks: over the handed and own rows together.
             own_rows: ``[N]`` which of them are own, ascending; handed rows are moved before them, in order.
-
-        Boundary states are numbered in the order of ``chunks.entry_row`` as np.unique gives it.
+            entry_keys: ``[M]`` for each node with an entry row a number of the boundary state it starts from (nodes
+                that start from one state share it); ``chunks.entry_row`` if None. Boundary states stand in ascending
+                order of their numbers.
         """
         num_all, size = len(chunks.owner), chunks.chunk_size
         is_own = np.zeros(num_all, bool)
@@ -113,8 +113,9 @@ class LinearTables(_Tensors):
         new_number = np.empty(num_all + 1, np.int64)
         new_number[np.concatenate([np.flatnonzero(~is_own), own_rows])] = np.arange(num_all)
         new_number[-1] = -1
-        entries = np.unique(chunks.entry_row[chunks.entry_row >= 0])
-        initial = np.where(chunks.entry_row >= 0, np.searchsorted(entries, chunks.entry_row), -1)
+        keys = chunks.entry_row if entry_keys is None else entry_keys
+        is_entry = chunks.entry_row >= 0
+        initial = np.where(is_entry, np.searchsorted(np.unique(keys[is_entry]), keys), -1)
         order = np.argsort(chunks.level, kind="stable")
         level_ptr = np.searchsorted(chunks.level[order], np.arange(chunks.level.max() + 2))
         children = GatherIndex.build(chunks.parent, chunks.num_nodes)
@@ -123,10 +124,10 @@ class LinearTables(_Tensors):
             output=GatherIndex.build(
                 chunks.owner[own_rows] * size + chunks.owner_slot[own_rows], chunks.num_nodes * size
             ),
-            lengths=_tensor(chunks.lengths),
-            parent=_tensor(chunks.parent),
-            initial=_tensor(initial),
-            level_nodes=_tensor(order),
+            lengths=as_tensor(chunks.lengths),
+            parent=as_tensor(chunks.parent),
+            initial=as_tensor(initial),
+            level_nodes=as_tensor(order),
             level_ptr=tuple(level_ptr.tolist()),
             child_ptr=children.ptr,
             children=children.places,
@@ -136,7 +137,7 @@ class LinearTables(_Tensors):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ConvTable(_Tensors):
+class ConvTable(Tables):
     """Ancestors that a causal convolution of width ``W`` reads, over ``E + N`` pre-convolution rows.
 
     Attributes:
@@ -155,7 +156,7 @@ class ConvTable(_Tensors):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class AttentionIntervals(_Tensors):
+class AttentionIntervals(Tables):
     """Row ``q`` sees key ``k`` if and only if ``lo[k] <= q < hi[k]``; keys are ``E`` handed ones, then the ``N`` own.
 
     Attributes:
@@ -168,7 +169,7 @@ class AttentionIntervals(_Tensors):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LabelTable(_Tensors):
+class LabelTable(Tables):
     """The labels that a microbatch scores.
 
     Attributes:
@@ -182,86 +183,6 @@ class LabelTable(_Tensors):
     tree_rows: torch.Tensor
 
 
-class TreeBatch:
-    """One microbatch for one model forward: ``model(batch.input_ids, position_ids=batch.position_ids, harts=batch)``.
-
-    A plain object on purpose: FSDP casts and copies tensors that it finds in dicts and dataclasses.
-
-    Attributes:
-        input_ids: ``[1, N]`` int64.
-        position_ids: ``[1, N]`` int64, depth in the tree.
-        occurrence_counts: ``[1, N]`` int64, trajectories through each row; 0 where another microbatch owns the row.
-        labels: what is scored here.
-        attention: intervals for full attention.
-        linear: tables for linear attention.
-        conv: a :class:`ConvTable` by width; built on first use.
-    """
-
-    def __init__(self, tree: RolloutTree, microbatch: Microbatch, chunk_size: int = CHUNK_SIZE) -> None:
-        rows = microbatch.rows
-        if len(microbatch.prefix):
-            raise NotImplementedError("states handed over by trunk microbatches")
-        position = np.full(tree.num_tokens + 1, -1, np.int64)
-        position[rows] = np.arange(len(rows))
-        parent = position[tree.parent[rows]]
-        depth = tree.depth[rows]
-        if ((parent < 0) & (depth > 0)).any():
-            raise ValueError("expected rows closed under parent, got a row whose parent is missing")
-        self.microbatch = microbatch
-        self.input_ids = _tensor(tree.token_ids[rows])[None]
-        self.position_ids = _tensor(depth)[None]
-        self.occurrence_counts = _tensor(np.where(microbatch.owned, tree.occurrence_counts[rows], 0))[None]
-        self.attention = AttentionIntervals(
-            lo=torch.arange(len(rows), dtype=torch.int32),
-            hi=_tensor(np.searchsorted(rows, tree.subtree_end[rows])).int(),
-        )
-        chunks = build_chunk_tree(parent, depth, chunk_size)
-        self.linear = LinearTables.build(chunks, np.arange(len(rows)))
-        self.labels = _labels(tree, microbatch, position)
-        self._parent = parent
-        self._conv: dict[int, ConvTable] = {}
-
-    @property
-    def num_rows(self) -> int:
-        """N."""
-        return self.input_ids.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return self.input_ids.device
-
-    def conv(self, width: int) -> ConvTable:
-        """The ancestor table of a causal convolution of ``width`` taps."""
-        if width not in self._conv:
-            columns = [np.arange(self.num_rows)]
-            for _ in range(width - 1):
-                columns.append(np.append(self._parent, -1)[columns[-1]])
-            index = np.stack(columns[::-1], axis=1).ravel()
-            self._conv[width] = ConvTable(gather=GatherIndex.build(index, self.num_rows), width=width).to(self.device)
-        return self._conv[width]
-
-    def to(self, device: torch.device | str) -> "TreeBatch":
-        """Moves every tensor to ``device``, in place."""
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor | _Tensors):
-                setattr(self, name, value.to(device))
-        self._conv = {width: table.to(device) for width, table in self._conv.items()}
-        return self
-
-
-def _labels(tree: RolloutTree, microbatch: Microbatch, position: IntArray) -> LabelTable:
-    """Labels of owned rows: the tokens directly below them, wherever those are computed."""
-    owner = np.full(tree.num_tokens + 1, -1, np.int64)
-    owned_rows = microbatch.rows[microbatch.owned]
-    owner[owned_rows] = position[owned_rows]
-    predictor = owner[tree.parent]
-    tree_rows = np.flatnonzero(predictor >= 0)
-    tree_rows = tree_rows[np.argsort(predictor[tree_rows], kind="stable")]
-    return LabelTable(
-        rows=_tensor(predictor[tree_rows]), token_ids=_tensor(tree.token_ids[tree_rows]), tree_rows=_tensor(tree_rows)
-    )
-
-
-def _tensor(array: Any) -> torch.Tensor:
-    return torch.from_numpy(np.array(array))  # a copy: arrays of a tree are read-only, which torch warns about
+def as_tensor(array: Any) -> torch.Tensor:
+    """A tensor with a copy of the array: arrays of a tree are read-only, which torch warns about."""
+    return torch.from_numpy(np.array(array))

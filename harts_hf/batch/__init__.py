@@ -1,0 +1,19 @@
+"""A planned microbatch as tensors: the only bridge from plan to tensors."""
+
+from harts_hf.batch.handoff import KINDS, Imports, Kind
+from harts_hf.batch.microbatch import TreeBatch, build_batches
+from harts_hf.batch.tables import AttentionIntervals, ConvTable, GatherIndex, LabelTable, LinearTables, Tables
+
+__all__ = [
+    "KINDS",
+    "AttentionIntervals",
+    "ConvTable",
+    "GatherIndex",
+    "Imports",
+    "Kind",
+    "LabelTable",
+    "LinearTables",
+    "Tables",
+    "TreeBatch",
+    "build_batches",
+]

@@ -1,0 +1,178 @@
+"""A planned microbatch as tensors."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from harts_hf.batch.handoff import CONV_ANCESTORS, Imports, Kind, demands, exports, imports
+from harts_hf.batch.tables import (
+    AttentionIntervals,
+    ConvTable,
+    GatherIndex,
+    LabelTable,
+    LinearTables,
+    Tables,
+    as_tensor,
+)
+from harts_hf.planner.chunks import CHUNK_SIZE, ChunkTree, build_chunk_tree
+from harts_hf.planner.schedule import Microbatch, Schedule
+from harts_hf.tree import IntArray, RolloutTree
+
+
+class TreeBatch:
+    """One microbatch for one model forward: ``model(harts=batch, harts_score=...)`` of a patched model.
+
+    A plain object on purpose: FSDP casts and copies tensors that it finds in dicts and dataclasses.
+
+    Attributes:
+        id: of the microbatch.
+        input_ids: ``[1, N]`` int64.
+        position_ids: ``[1, N]`` int64, depth in the tree.
+        occurrence_counts: ``[1, N]`` int64, trajectories through each row; 0 where another microbatch owns the row.
+        labels: what is scored here.
+        attention: intervals for full attention.
+        linear: tables for linear attention.
+        imports: by kind, where rows and states handed over by trunks come from.
+        exports: by kind, own rows (``states``: chunk nodes) that dependents read, int64.
+        handoff: the store of a running window; None where nothing is handed over.
+    """
+
+    def __init__(
+        self,
+        tree: RolloutTree,
+        microbatch: Microbatch,
+        *,
+        chunk_size: int = CHUNK_SIZE,
+        need: dict[Kind, IntArray] | None = None,
+        imported: dict[Kind, Imports] | None = None,
+        exported: dict[Kind, IntArray] | None = None,
+    ) -> None:
+        rows = microbatch.rows
+        need = demands(tree, microbatch, chunk_size) if need is None else need
+        self.id = microbatch.id
+        self.input_ids = as_tensor(tree.token_ids[rows])[None]
+        self.position_ids = as_tensor(tree.depth[rows])[None]
+        self.occurrence_counts = as_tensor(np.where(microbatch.owned, tree.occurrence_counts[rows], 0))[None]
+        keys = np.concatenate([need["keys"], rows])
+        self.attention = AttentionIntervals(
+            lo=as_tensor(np.searchsorted(rows, keys)).int(),
+            hi=as_tensor(np.searchsorted(rows, tree.subtree_end[keys])).int(),
+        )
+        self.linear, node_of_row = _linear_tables(tree, rows, need, chunk_size)
+        self.labels = _labels(tree, microbatch)
+        self._conv_source = _ancestor_table(tree, rows, need["conv"])
+        self._num_handed_conv = len(need["conv"])
+        self._conv: dict[int, ConvTable] = {}
+        self.imports: dict[Kind, Imports] = imported or {}
+        self.exports: dict[Kind, torch.Tensor] = {
+            kind: as_tensor(node_of_row[wanted] if kind == "states" else np.searchsorted(rows, wanted))
+            for kind, wanted in (exported or {}).items()
+            if len(wanted)
+        }
+        self.handoff: Any = None
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return self.input_ids.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.input_ids.device
+
+    def conv(self, width: int) -> ConvTable:
+        """The ancestor table of a causal convolution of ``width`` taps.
+
+        Raises:
+            ValueError: more taps than the handed rows allow.
+        """
+        if width > CONV_ANCESTORS + 1:
+            raise ValueError(f"expected a convolution of at most {CONV_ANCESTORS + 1} taps, got {width}")
+        if width not in self._conv:
+            index = self._conv_source[:, CONV_ANCESTORS + 1 - width :].ravel()
+            num_rows = self.num_rows + self._num_handed_conv
+            self._conv[width] = ConvTable(gather=GatherIndex.build(index, num_rows), width=width).to(self.device)
+        return self._conv[width]
+
+    def to(self, device: torch.device | str) -> "TreeBatch":
+        """Moves every tensor to ``device``, in place."""
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor | Tables):
+                setattr(self, name, value.to(device))
+        self._conv = {width: table.to(device) for width, table in self._conv.items()}
+        self.imports = {kind: table.to(device) for kind, table in self.imports.items()}
+        self.exports = {kind: index.to(device) for kind, index in self.exports.items()}
+        return self
+
+
+def build_batches(schedule: Schedule) -> list[TreeBatch]:
+    """The microbatches of a schedule as tensors on the CPU, in order, with what they hand to one another.
+
+    Raises:
+        ValueError: a schedule whose trunks do not hold what their dependents need.
+    """
+    tree, microbatches, chunk_size = schedule.tree, schedule.microbatches, schedule.config.chunk_size
+    needed = [demands(tree, microbatch, chunk_size) for microbatch in microbatches]
+    exported = exports(needed, microbatches)
+    return [
+        TreeBatch(
+            tree,
+            microbatch,
+            chunk_size=chunk_size,
+            need=need,
+            imported=imports(microbatch, need, exported),
+            exported=exported[microbatch.id],
+        )
+        for microbatch, need in zip(microbatches, needed, strict=True)
+    ]
+
+
+def _linear_tables(
+    tree: RolloutTree, rows: IntArray, need: dict[Kind, IntArray], chunk_size: int
+) -> tuple[LinearTables, IntArray]:
+    """The tables, and for each row of the tree the chunk node that ends there (-1 for none)."""
+    together = np.sort(np.concatenate([need["linear"], rows]))  # disjoint, so preorder again
+    position = np.full(tree.num_tokens + 1, -1, np.int64)
+    position[together] = np.arange(len(together))
+    chunks = build_chunk_tree(position[tree.parent[together]], tree.depth[together], chunk_size)
+    entry_keys = np.where(chunks.entry_row >= 0, tree.parent[together[chunks.entry_row]], -1)
+    if not np.array_equal(np.unique(entry_keys[chunks.entry_row >= 0]), need["states"]):
+        raise ValueError(
+            "expected rows closed under parent together with the prefix, got a row whose parent is missing"
+        )
+    node_of_row = np.full(tree.num_tokens, -1, np.int64)
+    node_of_row[together[_last_rows(chunks)]] = np.arange(chunks.num_nodes)
+    return LinearTables.build(chunks, position[rows], entry_keys), node_of_row
+
+
+def _last_rows(chunks: ChunkTree) -> IntArray:
+    return chunks.rows[np.arange(chunks.num_nodes), chunks.lengths - 1]
+
+
+def _ancestor_table(tree: RolloutTree, rows: IntArray, handed: IntArray) -> IntArray:
+    """``[N, CONV_ANCESTORS + 1]`` places among handed and own rows of each row's last ancestors and itself."""
+    place = np.full(tree.num_tokens + 1, -1, np.int64)
+    place[handed] = np.arange(len(handed))
+    place[rows] = len(handed) + np.arange(len(rows))
+    parent = np.append(tree.parent, -1)
+    columns = [rows]
+    for _ in range(CONV_ANCESTORS):
+        columns.append(parent[columns[-1]])
+    return place[np.stack(columns[::-1], axis=1)]
+
+
+def _labels(tree: RolloutTree, microbatch: Microbatch) -> LabelTable:
+    """Labels of owned rows: the tokens directly below them, wherever those are computed."""
+    owner = np.full(tree.num_tokens + 1, -1, np.int64)
+    owned = np.flatnonzero(microbatch.owned)
+    owner[microbatch.rows[owned]] = owned
+    predictor = owner[tree.parent]
+    tree_rows = np.flatnonzero(predictor >= 0)
+    tree_rows = tree_rows[np.argsort(predictor[tree_rows], kind="stable")]
+    return LabelTable(
+        rows=as_tensor(predictor[tree_rows]),
+        token_ids=as_tensor(tree.token_ids[tree_rows]),
+        tree_rows=as_tensor(tree_rows),
+    )

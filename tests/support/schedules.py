@@ -1,0 +1,59 @@
+"""Random schedules: any cut of the rows, any mix of sharing and computing again, any execution."""
+
+from itertools import pairwise
+
+import numpy as np
+
+from harts_hf import PlannerConfig, RolloutTree, Schedule
+from harts_hf.planner.execution import keep_ops, nested_ops, replay_ops
+from harts_hf.planner.microbatch import Microbatch
+
+
+def random_schedule(tree: RolloutTree, seed: int, execution: str, *, pieces: int = 6) -> Schedule:
+    """A valid schedule that no planner would make.
+
+    Rows are cut in preorder at random places: on and off chunk boundaries, inside a replay, right after a branch. Each
+    piece reads the upper part of its prefix from trunks and computes the lower part, cut at a random row, again.
+    """
+    rng = np.random.default_rng(seed)
+    cuts = np.unique(rng.integers(1, tree.num_tokens, min(pieces - 1, tree.num_tokens - 1)))
+    bounds = [0, *cuts.tolist(), tree.num_tokens]
+    owner = np.searchsorted(cuts, np.arange(tree.num_tokens), side="right")
+    microbatches = []
+    for index, (start, stop) in enumerate(pairwise(bounds)):
+        above = _ancestors_outside(tree, start, stop)
+        again = np.zeros(0, np.int64)
+        if len(above) and rng.random() < 0.4:
+            limit = int(rng.choice(tree.depth[above])) + 1
+            again = above[tree.depth[above] >= limit]
+        prefix = np.setdiff1d(above, again)
+        held = [np.isin(prefix, microbatches[trunk].rows) for trunk in np.unique(owner[prefix])]
+        if held and (np.sum(held, axis=0) != 1).any():  # a trunk computes again what another one holds
+            prefix, again = above[:0], above
+        rows = np.concatenate([again, np.arange(start, stop)])
+        microbatches.append(
+            Microbatch(
+                id=index,
+                rows=rows,
+                owned=rows >= start,
+                prefix=prefix,
+                trunks=tuple(np.unique(owner[prefix]).tolist()),
+            )
+        )
+    chosen = frozenset(index for index in range(len(microbatches)) if rng.random() < 0.3)
+    readable = frozenset(trunk for microbatch in microbatches for trunk in microbatch.trunks)
+    ops = {
+        "replay": lambda: replay_ops(microbatches, chosen & readable),
+        "nested": lambda: nested_ops(microbatches, chosen & readable),
+        "keep": lambda: keep_ops(microbatches),
+    }[execution]()
+    config = PlannerConfig(max_tokens_per_microbatch=max(64, tree.num_tokens), sharing="always", execution=execution)
+    return Schedule(
+        tree=tree, microbatches=tuple(microbatches), config=config, execution=execution, rank_ops=(tuple(ops),)
+    )
+
+
+def _ancestors_outside(tree: RolloutTree, start: int, stop: int) -> np.ndarray:
+    """Rows before ``start`` that lie above a row of ``[start, stop)``, ascending."""
+    before = np.arange(start)
+    return before[tree.subtree_end[:start] > start] if stop > start else before[:0]
