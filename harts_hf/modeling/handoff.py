@@ -47,6 +47,8 @@ class Handoff:
     Args:
         readers: for each microbatch id and kind, how many microbatches read it.
         offload: whether values and gradients lie on the CPU between uses.
+        expand_latents: whether an MLA hands over expanded keys and values instead of its latents, which each
+            dependent would expand again: more bytes, less work.
 
     Attributes:
         keeping: whether the running forward is to keep what it exports; set by the runtime for each op.
@@ -54,9 +56,12 @@ class Handoff:
             would leave the imports out.
     """
 
-    def __init__(self, readers: dict[tuple[int, Kind], int], *, offload: bool = False) -> None:
+    def __init__(
+        self, readers: dict[tuple[int, Kind], int], *, offload: bool = False, expand_latents: bool = False
+    ) -> None:
         self.readers = readers
         self.offload = offload
+        self.expand_latents = expand_latents
         self.keeping = False
         self.anchor = torch.zeros((), requires_grad=True)
         self._slots: dict[tuple[int, Kind, int], Slot] = defaultdict(Slot)

@@ -61,9 +61,12 @@ def tree_attention_class(stock: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, harts: TreeBatch | None = None, **kwargs: Any) -> Any:
         if harts is None:
             return stock.forward(self, *args, **kwargs)
+        hands_over = "keys" in harts.imports or "keys" in harts.exports
+        expanded = hands_over and harts.handoff is not None and harts.handoff.expand_latents
         # Transformers' mixers join earlier keys and values (MLA: latents) to new ones through their cache.
-        kwargs["cache"] = _HandedKeys(harts) if "keys" in harts.imports or "keys" in harts.exports else None
-        return _rebind(raw_forward, {ATTENTION_REGISTRY: _AttentionOn(harts)})(self, *args, **kwargs)
+        kwargs["cache"] = _HandedKeys(harts) if hands_over and not expanded else None
+        attention = _AttentionOn(harts, _HandedKeys(harts) if expanded else None)
+        return _rebind(raw_forward, {ATTENTION_REGISTRY: attention})(self, *args, **kwargs)
 
     return _subclass(stock, forward)
 
@@ -127,10 +130,15 @@ class _HandedKeys:
 
 
 class _AttentionOn:
-    """Stands in for the attention registry during one call."""
+    """Stands in for the attention registry during one call.
 
-    def __init__(self, batch: TreeBatch) -> None:
-        self.batch = batch
+    Args:
+        batch: the running microbatch.
+        handed: hands over keys and values as attention reads them; None where a cache has done so before.
+    """
+
+    def __init__(self, batch: TreeBatch, handed: _HandedKeys | None) -> None:
+        self.batch, self.handed = batch, handed
 
     def get_interface(self, *_: Any) -> Callable[..., Any]:
         """The tree attention, whatever implementation the configuration names."""
@@ -147,6 +155,8 @@ class _AttentionOn:
         scaling: float,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
+        if self.handed is not None:
+            key, value = self.handed.update(key, value, module.layer_idx)  # type: ignore[arg-type]
         return tree_attention(query, key, value, self.batch.attention, scale=scaling), None
 
 

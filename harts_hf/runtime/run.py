@@ -1,17 +1,18 @@
 """Runs the schedule of a window: scoring, and forwards and backwards in the planned order."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
-from harts_hf.batch import LabelTable
+from harts_hf.batch import LabelTable, TreeBatch
 from harts_hf.modeling import ScoreRequest, TreeOutput
 from harts_hf.modeling.handoff import Handoff
-from harts_hf.runtime.lives import Op, count_readers, handoff_lives
+from harts_hf.planner.execution import DUMMY, Op
+from harts_hf.runtime.lives import count_readers, handoff_lives
 from harts_hf.runtime.window import TreeWindow
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -61,10 +62,15 @@ class WindowRun:
 
     Args:
         model: a patched model, wrapped or not; called through its root.
+        scoring_model: what forwards without gradients call; ``model`` if None.
         window: moved to the model's device.
         options: temperature and head.
         context: entered around each forward (autocast).
         offload: whether handed states lie on the CPU between uses.
+        expand_latents: whether an MLA hands over expanded keys and values instead of latents.
+        count: microbatches that every rank runs; dummies of one token and no weight fill up. None for the own ones.
+        sync_context: entered around each forward and its backward where they stand together, with whether they are
+            the last.
         mode: "train" for :meth:`score` and :meth:`backward`; "score" for :meth:`score` alone; "unscored" for
             :meth:`backward_unscored` alone.
     """
@@ -77,16 +83,21 @@ class WindowRun:
         *,
         context: Context = nullcontext,
         offload: bool = False,
+        expand_latents: bool = False,
+        scoring_model: nn.Module | None = None,
+        count: int | None = None,
+        sync_context: Callable[[bool], AbstractContextManager[object]] = lambda is_last: nullcontext(),
         mode: Literal["train", "score", "unscored"] = "train",
     ) -> None:
         self.model, self.window, self.context = model, window, context
+        self.scoring_model = model if scoring_model is None else scoring_model
         self.options = options or HeadOptions()
-        self.handoff = Handoff(count_readers(window.batches), offload=offload)
+        self.handoff = Handoff(count_readers(window.batches), offload=offload, expand_latents=expand_latents)
         for batch in window.batches:
             batch.handoff = self.handoff if batch.imports or batch.exports else None
         self.recompute_difference = 0.0
-        self._num_scoring = 0 if mode == "unscored" else len(window.batches)
-        self._ops = _ops_of(window, mode)
+        self._sync_context = sync_context
+        self._ops, self._num_scoring = _ops_of(window, mode, count)
         self._lives = handoff_lives(self._ops, window.batches)
         self._outputs: dict[int, tuple[TreeOutput, LabelTable]] = {}
         self._scores: Scores | None = None
@@ -101,9 +112,10 @@ class WindowRun:
         scores: Scores | None = None
         for place in range(self._num_scoring):
             kind, index = self._ops[place]
-            labels = self.window.batches[index].labels
+            labels = self._batch(index).labels
             out = self._forward(place, labels)
-            scores = self._with(scores, out, labels)
+            if index != DUMMY:
+                scores = self._with(scores, out, labels)
             if kind == "F":
                 self._outputs[index] = (out, labels)
         assert scores is not None
@@ -152,12 +164,15 @@ class WindowRun:
         wanted: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         scored = self._scores is not None
+        together = ExitStack()
         for place in range(self._num_scoring, len(self._ops)):
             kind, index = self._ops[place]
-            labels = self.window.batches[index].labels
+            labels = self._batch(index).labels
             if kind == "S":  # only for what it hands over
                 self._forward(place, _select(labels, torch.zeros_like(labels.rows, dtype=torch.bool)))
             elif kind == "F":
+                if self._ops[place + 1] == ("B", index):
+                    together.enter_context(self._sync_context(place + 2 == len(self._ops)))
                 labels = _select(labels, wanted(labels.tree_rows))
                 self._outputs[index] = (self._forward(place, labels), labels)
                 if not scored:
@@ -166,6 +181,7 @@ class WindowRun:
                 out, labels = self._outputs.pop(index)
                 self._compare(out, labels)
                 backward(_inner_product(out, labels, coefficients))
+                together.close()
                 self._drop(place)
                 self.handoff.free(index)
 
@@ -180,11 +196,15 @@ class WindowRun:
         self.handoff.keeping = self._lives.keeps[place]
         try:
             with torch.set_grad_enabled(kind == "F"), self.context():
-                out: TreeOutput = self.model(harts=self.window.batches[index], harts_score=request)
+                model = self.model if kind == "F" else self.scoring_model
+                out: TreeOutput = model(harts=self._batch(index), harts_score=request)
         finally:
             self.handoff.keeping = False
         self._drop(place)
         return out
+
+    def _batch(self, index: int) -> TreeBatch:
+        return self.window.dummy if index == DUMMY else self.window.batches[index]
 
     def _drop(self, place: int) -> None:
         for trunk in self._lives.drops[place]:
@@ -207,18 +227,27 @@ class WindowRun:
         return scores
 
 
-def _ops_of(window: TreeWindow, mode: str) -> list[Op]:
-    """The ops of a run; unless it is unscored, the first forward of each microbatch comes first and scores it."""
-    schedule, count = window.schedule, len(window.batches)
-    scoring: list[Op] = [("S", index) for index in range(count)]
+def _ops_of(window: TreeWindow, mode: str, count: int | None) -> tuple[list[Op], int]:
+    """The ops of a run, and how many of them are the scoring pass.
+
+    Unless a run is unscored, the first forward of each microbatch comes first and scores it.
+    """
+    schedule, own = window.schedule, len(window.batches)
+    dummies = 0 if count is None else count - own
+    scoring: list[Op] = [("S", index) for index in range(own)] + [("S", DUMMY)] * dummies
     if mode == "score":
-        return scoring
-    if count == 1:
-        return [("F", 0), ("B", 0)]  # one graph is alive in any case, so scoring apart would only cost a forward
+        return scoring, len(scoring)
     planned = schedule.ops(dummies=False)
-    if schedule.execution != "nested":
-        return planned[count:] if mode == "unscored" else planned
-    return planned if mode == "unscored" else scoring + planned
+    if count is not None:
+        if schedule.execution != "replay":
+            raise ValueError(f"expected the replay execution with several ranks, got {schedule.execution}")
+        filling: list[Op] = [("F", DUMMY), ("B", DUMMY)] * dummies
+        return scoring + filling + planned[own:], len(scoring)
+    if own == 1:  # one graph is alive in any case, so scoring apart would only cost a forward
+        return [("F", 0), ("B", 0)], int(mode == "train")
+    if mode == "unscored":
+        return planned if schedule.execution == "nested" else planned[own:], 0
+    return scoring + planned if schedule.execution == "nested" else planned, own
 
 
 @torch.enable_grad()  # a backward of autograd runs without

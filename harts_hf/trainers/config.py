@@ -8,6 +8,7 @@ from trl.experimental.gmpo import GMPOConfig
 from harts_hf.planner import PlannerConfig
 
 CREDITS = ("trajectory", "turn")
+LATENTS = ("compressed", "expanded")
 
 
 @dataclass
@@ -32,6 +33,9 @@ class TreeOptions:
             Bytes of states handed between microbatches that may be alive at once, as the planner estimates them.
         tree_offload_handoff (`bool`, *optional*, defaults to `False`):
             Whether handed states lie on the CPU between uses.
+        tree_handoff_latents (`str`, *optional*, defaults to `"compressed"`):
+            What multi-head latent attention hands over: `"compressed"` latents, which each dependent expands again,
+            or `"expanded"` keys and values, which take more memory and less work.
     """
 
     tree_max_tokens_per_microbatch: int = field(
@@ -62,6 +66,14 @@ class TreeOptions:
     tree_offload_handoff: bool = field(
         default=False, metadata={"help": "Whether states handed between microbatches lie on the CPU between uses."}
     )
+    tree_handoff_latents: str = field(
+        default="compressed",
+        metadata={
+            "help": "What multi-head latent attention hands over: 'compressed' latents, which each dependent expands "
+            "again, or 'expanded' keys and values (more memory, less work).",
+            "choices": list(LATENTS),
+        },
+    )
 
     def planner_config(self) -> PlannerConfig:
         """The planner's settings.
@@ -69,7 +81,17 @@ class TreeOptions:
         Raises:
             ValueError: an option that no plan can meet.
         """
-        return PlannerConfig(max_tokens_per_microbatch=self.tree_max_tokens_per_microbatch, sharing=self.tree_sharing)
+        if self.tree_handoff_latents not in LATENTS:
+            raise ValueError(
+                f"expected tree_handoff_latents to be one of {', '.join(LATENTS)}, got {self.tree_handoff_latents!r}"
+            )
+        return PlannerConfig(
+            max_tokens_per_microbatch=self.tree_max_tokens_per_microbatch,
+            max_graph_tokens=self.tree_max_graph_tokens,
+            max_handoff_bytes=self.tree_max_handoff_bytes,
+            sharing=self.tree_sharing,
+            execution=self.tree_execution,
+        )
 
 
 @dataclass

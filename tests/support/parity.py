@@ -4,12 +4,14 @@ Budget: the stock model differs from itself (a prefix alone against inside a lon
 gradients in this setting, so 1e-10 and 1e-9 leave four orders for sums in another order and none for a mistake.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import nn
 
-from harts_hf import PlannerConfig, Schedule, unpatch
-from harts_hf.runtime import TreeWindow, window_logprobs
+from harts_hf import PlannerConfig, Schedule, patch, unpatch
+from harts_hf.runtime import Coefficients, TreeWindow, WindowRun, window_logprobs
 from support.oracle import (
     assert_gradients_close,
     float64_everywhere,
@@ -72,4 +74,25 @@ def check_parity(
         unpatch(model)
     assert_values_close("log-probs", log_probs, expected[0])
     assert_values_close("entropies", entropies, expected[1])
+    assert_gradients_close(got, expected[2], GRADIENT_TOLERANCE)
+
+
+def check_run_parity(model: nn.Module, trajectories: list[np.ndarray], planner: PlannerConfig, **options: Any) -> None:
+    """The same of a :class:`WindowRun` with options of its own: scores, then the backward of weighted log-probs."""
+    window = TreeWindow(trajectories, planner)
+    weights = random_weights(trajectories, torch.float64, seed=1)
+    nothing = [torch.zeros_like(weight) for weight in weights]
+    by_row = torch.zeros(window.tree.num_tokens, dtype=torch.float64)
+    for index, weight in enumerate(weights):
+        by_row[window.label_rows(index)] += weight
+    with float64_everywhere(model):
+        expected = expected_of(model, trajectories, weights, nothing, 1.0)
+        model.zero_grad()
+        run = WindowRun(patch(model), window, **options)
+        log_probs = run.score().log_probs
+        run.backward(Coefficients(log_probs=by_row), torch.Tensor.backward)
+        got = gradients(model)
+        unpatch(model)
+    values = [log_probs[window.label_rows(index)] for index in range(len(trajectories))]
+    assert_values_close("log-probs", values, expected[0])
     assert_gradients_close(got, expected[2], GRADIENT_TOLERANCE)

@@ -239,3 +239,26 @@ def test_plain_trl_configuration_is_refused(tmp_path):
     """A GRPOConfig lacks the tree options."""
     with pytest.raises(ValueError, match="args to be a TreeGRPOConfig, got GRPOConfig"):
         run_trainer(TreeGRPOTrainer, GRPOConfig, tmp_path)
+
+
+def test_limits_reach_the_planner(tmp_path):
+    """Every tree option that is a limit of the plan is the planner's limit."""
+    config = TreeGRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        tree_max_tokens_per_microbatch=100,
+        tree_max_graph_tokens=200,
+        tree_max_handoff_bytes=300,
+        tree_sharing="always",
+        tree_execution="nested",
+    ).planner_config()
+    limits = (config.max_tokens_per_microbatch, config.max_graph_tokens, config.max_handoff_bytes)
+    assert limits == (100, 200, 300)
+    assert (config.sharing, config.execution) == ("always", "nested")
+
+
+def test_unknown_latents(tmp_path):
+    """What an MLA hands over is one of two things."""
+    with pytest.raises(ValueError, match="tree_handoff_latents to be one of compressed, expanded, got 'both'"):
+        TreeGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, tree_handoff_latents="both")

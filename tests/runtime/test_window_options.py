@@ -1,0 +1,67 @@
+"""What a window hands over and where it lies: expanded latents, states on the CPU."""
+
+import pytest
+import torch
+from support.models import VOCAB, tiny_model
+from support.parity import check_run_parity
+from support.trees import branching, random_trajectories
+
+from harts_hf import PlannerConfig, patch
+from harts_hf.runtime import TreeWindow, WindowRun
+
+RUNS = [("replay", True), ("nested", True), ("keep", False)]
+LATENT_FAMILIES = ["bailing_hybrid", "kimi_linear"]
+
+
+def rows():
+    """A tree that needs several trunks, some of them read together."""
+    return branching(65, vocab=VOCAB) + random_trajectories(3, vocab=VOCAB, count=4)
+
+
+def planner(execution="replay"):
+    """Everything shared, in microbatches of 64 rows."""
+    return PlannerConfig(max_tokens_per_microbatch=64, sharing="always", execution=execution)
+
+
+def checkpointed(model):
+    """The model with activation checkpointing."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+@pytest.mark.parametrize(("execution", "checkpointing"), RUNS)
+@pytest.mark.parametrize("family", LATENT_FAMILIES)
+def test_expanded_latents(family, execution, checkpointing):
+    """Keys and values handed over expanded give the gradients of the unpatched model."""
+    model = tiny_model(family, dtype=torch.float64)
+    check_run_parity(checkpointed(model) if checkpointing else model, rows(), planner(execution), expand_latents=True)
+
+
+@pytest.mark.parametrize(("family", "count"), [("bailing_hybrid", 2), ("kimi_linear", 2), ("qwen3_5_text", 2)])
+def test_what_is_handed_over(family, count):
+    """Compressed: one latent and one rotary key a row; expanded: keys and values of every head; else no difference."""
+    model = patch(tiny_model(family))
+    window = TreeWindow(rows(), planner())
+    shapes = {}
+    for expand in (False, True):
+        run = WindowRun(model, window, expand_latents=expand)
+        run.score()
+        trunk = next(trunk for trunk, kind in run.handoff.readers if kind == "keys")
+        values = run.handoff.slot(trunk, "keys", 1).values
+        assert len(values) == count
+        shapes[expand] = [(value.shape[1], value.shape[3]) for value in values]
+    config = model.config
+    if family in LATENT_FAMILIES:
+        heads, head_dim = config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
+        assert shapes[False] == [(1, config.kv_lora_rank), (1, config.qk_rope_head_dim)]
+        assert shapes[True] == [(heads, head_dim), (heads, config.v_head_dim)]
+    else:
+        assert shapes[False] == shapes[True]
+
+
+@pytest.mark.parametrize(("execution", "checkpointing"), RUNS)
+@pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_next"])
+def test_offloaded_states(family, execution, checkpointing):
+    """States and their gradients that lie on the CPU between uses; the recomputing forward reads them too."""
+    model = tiny_model(family, dtype=torch.float64)
+    check_run_parity(checkpointed(model) if checkpointing else model, rows(), planner(execution), offload=True)
