@@ -1,6 +1,7 @@
 """Tree attention on the GPU: parity with fp64, then times against FA4 varlen on the expanded trajectories.
 
-    python attention.py SHAPES_FOLDER OUT.json
+    python attention.py parity 128 OUT.json                     128, 192/128, 256 or flex
+    python attention.py time SHAPES_FOLDER OUT.json PART.json ...   with what the parity checks wrote
 
 Efficiency is the speedup over the ratio of visible pairs where branches are tile-aligned, and over the ratio of tiles
 at the kernel's own block sizes for real shapes; both ratios are reported. No time is reported where parity fails.
@@ -193,48 +194,65 @@ def time_lists(intervals: AttentionIntervals, forest: Forest, name: str) -> floa
     return statistics.median(times)
 
 
-def main() -> None:
-    shapes, out = Path(sys.argv[1]), Path(sys.argv[2])
-    result = {**machine(), "seed": 0, "parity": {}, "rows": [], "failures": {}}
+def check_parity(name: str, out: Path) -> None:
+    result: dict = {"parity": {}, "failures": {}}
+    try:
+        found = parity("128", "flex") if name == "flex" else parity(name, "flash")
+        result["parity"][name] = found
+        print(f"parity of attention {name} passes: {passes(found)}", flush=True)
+    except Exception:
+        result["failures"][name] = traceback.format_exc()
+        print(result["failures"][name][-3000:], flush=True)
+    out.write_text(json.dumps(result, indent=1))
+
+
+def time_all(shapes: Path, out: Path, parts: list[Path]) -> None:
+    result: dict = {**machine(), "seed": 0, "parity": {}, "rows": [], "failures": {}}
+    for part in (json.loads(path.read_text()) for path in parts if path.exists()):
+        result["parity"] |= part["parity"]
+        result["failures"] |= part["failures"]
     forests = {"prefix-8192+16x1536": fork_layout(8192, 16, 1536)}
     forests |= {name: shape_forest(shapes, name, 32768) for name in SHAPES}
     for name in DIMS:
-        try:
-            result["parity"][name] = parity(name, "flash")
-            fine = passes(result["parity"][name])
-            print(f"parity of attention {name} passes: {fine}", flush=True)
-            for layout, forest in forests.items() if fine else ():
-                intervals = forest.intervals().to("cuda")
-                tree, expanded = time_tree(forest, intervals, name), time_expanded(forest, name)
-                pairs = forest.pairs[0] / forest.pairs[1]
-                tiles = tile_ratio(forest, intervals, name)
-                bound = pairs if layout.startswith("prefix") else tiles
-                row = {
-                    "op": "attention",
-                    "layout": layout,
-                    "head_dim": name,
-                    "rows": forest.num_rows,
-                    "ratio": pairs,
-                    "tile_ratio": tiles,
-                    "tree_ms": tree,
-                    "baseline_ms": expanded,
-                    "speedup": expanded / tree,
-                    "efficiency": expanded / tree / bound,
-                    "lists_ms": time_lists(intervals, forest, name),
-                }
-                result["rows"].append(row)
-                print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-                torch.cuda.empty_cache()
-        except Exception:
-            result["failures"][name] = traceback.format_exc()
-            print(result["failures"][name], flush=True)
-        out.write_text(json.dumps(result, indent=1))
-    try:
-        result["parity"]["128 flex"] = parity("128", "flex")
-    except Exception:
-        result["failures"]["flex"] = traceback.format_exc()
-        print(result["failures"]["flex"], flush=True)
-    out.write_text(json.dumps(result, indent=1))
+        fine = name in result["parity"] and passes(result["parity"][name])
+        for layout, forest in forests.items() if fine else ():
+            try:
+                result["rows"].append(measure(layout, forest, name))
+            except Exception:
+                result["failures"][f"{name} {layout}"] = traceback.format_exc()
+                print(result["failures"][f"{name} {layout}"][-2000:], flush=True)
+            torch.cuda.empty_cache()
+            out.write_text(json.dumps(result, indent=1))
+
+
+def measure(layout: str, forest: Forest, name: str) -> dict:
+    intervals = forest.intervals().to("cuda")
+    tree, expanded = time_tree(forest, intervals, name), time_expanded(forest, name)
+    pairs, tiles = forest.pairs[0] / forest.pairs[1], tile_ratio(forest, intervals, name)
+    row = {
+        "op": "attention",
+        "layout": layout,
+        "head_dim": name,
+        "rows": forest.num_rows,
+        "ratio": pairs,
+        "tile_ratio": tiles,
+        "tree_ms": tree,
+        "baseline_ms": expanded,
+        "speedup": expanded / tree,
+        "efficiency": expanded / tree / (pairs if layout.startswith("prefix") else tiles),
+        "lists_ms": time_lists(intervals, forest, name),
+    }
+    print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    return row
+
+
+def main() -> None:
+    command, *arguments = sys.argv[1:]
+    if command == "parity":
+        check_parity(arguments[0], Path(arguments[1]))
+    else:
+        shapes, out, *parts = map(Path, arguments)
+        time_all(shapes, out, parts)
 
 
 if __name__ == "__main__":

@@ -157,6 +157,18 @@ class KimiDeltaAttention(LinearLayer):
         return g, self.in_proj_b(x).to(wide).sigmoid(), self.g_proj(x).unflatten(-1, (-1, self.dim))
 
 
+def pin_norm() -> None:
+    """One launch configuration for FLA's gated norm, which else tunes and compiles anew for every number of rows."""
+    import triton
+    from fla.modules.norm import fused_norm_gate
+
+    for name, rows, warps in (("fwd", 32, 4), ("bwd", 64, 16)):
+        kernel = getattr(fused_norm_gate, f"layer_norm_gated_{name}_kernel")
+        while not isinstance(kernel, triton.runtime.Autotuner):
+            kernel = kernel.fn
+        kernel.configs = [triton.Config({"BT": rows}, num_warps=warps)]
+
+
 def make_layer(kind: str, *, seed: int = 0, small: bool = False, device: str = "cuda") -> LinearLayer:
     """gdn-16/32, kda-32 or kda-16 (Ling-tiny), bf16 with fp32 gate parameters; ``small`` for parity checks."""
     torch.manual_seed(seed)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from layers import LinearLayer, Mixer, expanded_mixer, make_layer, tree_mixer
+from layers import LinearLayer, Mixer, expanded_mixer, make_layer, pin_norm, tree_mixer
 from measure import kernels, machine, median_ms, peak_bytes
 from trees import Forest, fork_layout, layouts, shape_forest
 
@@ -75,7 +75,7 @@ def time_baseline(layer: LinearLayer, forest: Forest) -> dict[str, float]:
         if key not in known:
             mixer, tokens = expanded_mixer(cu_seqlens(lengths)), int(lengths.sum())
             known[key] = {
-                name: median_ms(make(layer, mixer, tokens), 5)
+                name: median_ms(make(layer, mixer, tokens), 3, 1)
                 for name, make in (("layer", step), ("rule", rule_step), ("conv", conv_step))
             }
         for name in total:
@@ -86,9 +86,9 @@ def time_baseline(layer: LinearLayer, forest: Forest) -> dict[str, float]:
 def measure(layer: LinearLayer, kind: str, name: str, forest: Forest) -> list[dict]:
     linear, conv = forest.linear_tables().to("cuda"), forest.conv_table(4).to("cuda")
     mixer, rows = tree_mixer(linear, conv), forest.num_rows
-    tree = median_ms(step(layer, mixer, rows))
-    rule = median_ms(rule_step(layer, mixer, rows))
-    tree_conv = median_ms(conv_step(layer, mixer, rows))
+    tree = median_ms(step(layer, mixer, rows), 5, 2)
+    rule = median_ms(rule_step(layer, mixer, rows), 3, 1)
+    tree_conv = median_ms(conv_step(layer, mixer, rows), 3, 1)
     baseline = time_baseline(layer, forest)
     ratio, chunk_ratio = forest.ratio, forest.expanded_chunks / linear.num_nodes
     ideal = baseline["rule"] / chunk_ratio + (baseline["layer"] - baseline["rule"]) / ratio
@@ -165,6 +165,7 @@ def main() -> None:
     if not parity["passes"]:
         print("the parity check failed: figures below are for diagnosis, not for the record", flush=True)
     out = arguments.out
+    pin_norm()
     forests = {**layouts(), **{name: shape_forest(arguments.shapes, name, SHAPE_ROWS) for name in SHAPES}}
     chosen = {name: forests[name] for name in arguments.layouts or forests}
     result = {**machine(), "seed": SEED, "parity_passes": parity["passes"], "rows": [], "launches": {}, "failures": {}}

@@ -1,26 +1,34 @@
-"""Compiles what the linear benchmarks use into Triton's cache on disk: python warm.py KIND."""
+"""Compiles our own kernels at full size into Triton's cache on disk: python warm.py KIND."""
 
 import sys
 
-import numpy as np
 import torch
-from layers import expanded_mixer, make_layer, tree_mixer
-from parity_linear import cu_seqlens, rule_inputs, run_expanded, run_tree
+from layers import expanded_mixer, make_layer, pin_norm, tree_mixer
+from parity_linear import cu_seqlens
 from trees import fork_layout
+from tune_states import KINDS, chains_of, inputs
 
-forest = fork_layout(69, 3, 70)
-kind = sys.argv[1]
-for small in (True, False):
-    layer = make_layer(kind, small=small)
-    for mixer, rows in (
-        (tree_mixer(forest.linear_tables().to("cuda"), forest.conv_table(4).to("cuda")), forest.num_rows),
-        (expanded_mixer(cu_seqlens(forest)), int(np.sum(forest.lengths))),
-    ):
-        x = torch.randn(rows, layer.in_proj_qkv.in_features, device="cuda").bfloat16()
-        y = layer(x.requires_grad_(), mixer)
-        torch.autograd.grad(y, [x, *layer.parameters()], torch.randn_like(y))
-inputs = rule_inputs(forest, kind != "gdn-16/32", 1.0, 0)
-for run in (run_tree, run_expanded):
-    run(inputs, forest, kind != "gdn-16/32", torch.randn_like(inputs[2]))
+from harts_hf.kernels.linear_attention.triton_states import run_states_backward, run_states_forward
+
+forest, kind = fork_layout(69, 3, 70), sys.argv[1]
+pin_norm()
+heads, value_heads, kimi = KINDS[("gdn-16/32", "kda-32", "kda-16").index(kind)]
+chains = chains_of(forest)
+x = inputs(chains, heads, value_heads, kimi)
+for width in (16, 32, 64):
+    for write in (True, False):
+        run_states_forward(x["k"], x["w"], x["u"], x["g"], x["slots"], chains, write_slots=write, block_v=width)
+    if width < 64:
+        gradients = x["do"], x["dv"], torch.zeros_like(x["slots"])
+        run_states_backward(x["q"], x["k"], x["w"], x["g"], *gradients, chains, scale=0.1, block_v=width)
+layer = make_layer(kind)
+mixers = {
+    forest.num_rows: tree_mixer(forest.linear_tables().to("cuda"), forest.conv_table(4).to("cuda")),
+    int(forest.lengths.sum()): expanded_mixer(cu_seqlens(forest)),
+}
+for rows, mixer in mixers.items():
+    rows_in = torch.randn(rows, layer.in_proj_qkv.in_features, device="cuda").bfloat16().requires_grad_()
+    out = layer(rows_in, mixer)
+    torch.autograd.grad(out, [rows_in, *layer.parameters()], torch.randn_like(out))
 torch.cuda.synchronize()
 print("warm", kind, flush=True)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from harts_hf.batch import LinearTables
 from harts_hf.kernels.linear_attention.fla_tables import PackedChains, build_packed_chains, packed_chains
-from harts_hf.kernels.linear_attention.triton_states import run_states_backward, run_states_forward
+from harts_hf.kernels.linear_attention.triton_states import choose_block_v, run_states_backward, run_states_forward
 from harts_hf.planner.chunks import build_chunk_tree
 from harts_hf.tree import RolloutTree
 
@@ -157,8 +157,9 @@ def test_states_and_gradients(kda: bool, seed: int, handed_in: bool):
     close(h, h_ref)
     close(v_new, v_ref)
     close(slots, torch.stack(slots_ref))
-    again = run_states_forward(k, w, u, g, slots, packed, write_slots=False)
-    assert torch.equal(again[0], h) and torch.equal(again[1], v_new)
+    for width in (None, 16):
+        again = run_states_forward(k, w, u, g, slots, packed, write_slots=False, block_v=width)
+        assert torch.equal(again[0], h) and torch.equal(again[1], v_new)
 
     do, dv = torch.randn_like(u), torch.randn_like(u)
     d_slots = torch.zeros(shape)
@@ -179,6 +180,17 @@ def test_states_and_gradients(kda: bool, seed: int, handed_in: bool):
         close(d_slots[: packed.num_initial], d_start[: packed.num_initial])
     for node, gradient in enumerate(d_after):
         close(dh[0, node], torch.zeros_like(after[node]) if gradient is None else gradient)
+
+
+def test_block_width_fills_the_chip_without_a_straggler():
+    """One long chain takes narrow blocks, more so with few heads; many short chains take wide ones."""
+    assert choose_block_v(512, 512, 32, 128, backward=False) == 32
+    assert choose_block_v(512, 512, 16, 128, backward=False) == 16
+    assert choose_block_v(1024, 256, 32, 128, backward=False) == 64
+    assert choose_block_v(1024, 256, 32, 128, backward=True) == 32
+    assert choose_block_v(9, 3, 30, 192, backward=False) == 64
+    with pytest.raises(ValueError, match="multiple of 16, got 100"):
+        choose_block_v(1, 1, 1, 100, backward=False)
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 2e-5) -> None:

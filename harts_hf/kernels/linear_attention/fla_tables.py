@@ -37,6 +37,7 @@ class PackedChains(Tables):
         node_slot: ``[M]`` int32 slot of each packed node's outgoing state, -1 where nobody reads it.
         chains_by_round: ``[Q]`` int32, chains ordered by round, longest first within a round.
         round_ptr: offsets of the rounds in ``chains_by_round`` (host integers).
+        round_nodes: nodes of each round, and ``round_longest``: of its longest chain (host integers).
         slots_by_round: slots in the order in which their gradients become complete: those that chains of round 0 start
             from, then of round 1, ...
         slot_round_ptr: offsets of the rounds in ``slots_by_round``.
@@ -60,6 +61,8 @@ class PackedChains(Tables):
     node_slot: torch.Tensor
     chains_by_round: torch.Tensor
     round_ptr: tuple[int, ...]
+    round_nodes: tuple[int, ...]
+    round_longest: tuple[int, ...]
     slots_by_round: torch.Tensor
     slot_round_ptr: tuple[int, ...]
     slot_ptr: torch.Tensor
@@ -165,6 +168,8 @@ def build_packed_chains(tables: LinearTables, exports: IntArray, num_initial: in
         node_slot=torch.from_numpy(slots.node_slot[order].astype(np.int32)),
         chains_by_round=torch.from_numpy(by_round.astype(np.int32)),
         round_ptr=tuple(np.searchsorted(rounds[by_round], np.arange(num_rounds + 1)).tolist()),
+        round_nodes=tuple(int(counts[rounds == index].sum()) for index in range(num_rounds)),
+        round_longest=tuple(int(counts[rounds == index].max()) for index in range(num_rounds)),
         slots_by_round=torch.from_numpy(slot_order.astype(np.int32)),
         slot_round_ptr=tuple(np.searchsorted(slot_round[slot_order], np.arange(num_rounds + 1)).tolist()),
         slot_ptr=readers.ptr,

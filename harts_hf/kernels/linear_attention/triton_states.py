@@ -15,8 +15,7 @@ Casts are those of Flash Linear Attention's kernels, so that a tree reproduces t
 under Triton's interpreter (fp32 only: its bf16 products are wrong).
 """
 
-import math
-from dataclasses import dataclass
+import functools
 from itertools import pairwise
 
 import torch
@@ -55,68 +54,68 @@ def _states_forward(
     i_v, i_ch = pid % (V // BV), pid // (V // BV)
     i_h = i_ch % HV
     chain = tl.load(chains + i_ch // HV).to(tl.int64)
-    begin = tl.load(cu_seqlens + chain)
-    rows = (tl.load(cu_seqlens + chain + 1) - begin).to(tl.int32)
+    begin, end = tl.load(cu_seqlens + chain), tl.load(cu_seqlens + chain + 1)
     node = tl.load(first_node + chain)
     slot = tl.load(start_slot + chain).to(tl.int64)
 
-    # Offsets within a tile do not change along a chain; only the scalar bases advance.
-    o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BV)
-    o_kv = o_k[:, None] * V + o_v[None, :]
-    o_tv = o_t[:, None] * (HV * V) + o_v[None, :]
-    o_tk = o_t[:, None] * (HV * K) + o_k[None, :]
-    o_kt = o_k[:, None] + o_t[None, :] * (H * K)
-    k += (begin * H + i_h // (HV // H)) * K
-    w += (begin * HV + i_h) * K
-    u += (begin * HV + i_h) * V + i_v * BV
-    v_new += (begin * HV + i_h) * V + i_v * BV
-    h += (node * HV + i_h) * K * V + i_v * BV
-    slots += i_h * K * V + i_v * BV
-    node_slot += node
-    m_k = o_k < K
+    o_r, o_v = tl.arange(0, BT), i_v * BV + tl.arange(0, BV)
+    o_a, o_b = tl.arange(0, BK), BK + tl.arange(0, BK)
+    m_a, m_b = o_a < K, o_b < K
+    o_av, o_bv = o_a[:, None] * V + o_v[None, :], o_b[:, None] * V + o_v[None, :]
+    k += (i_h // (HV // H)) * K
+    w += i_h * K
+    u += i_h * V
+    v_new += i_h * V
+    h += i_h * K * V
+    slots += i_h * K * V
 
-    b_h = tl.load(slots + slot * (HV * K * V) + o_kv, mask=m_k[:, None] & (slot >= 0), other=0.0)
-    # What a step needs of gates and slots is loaded a step ahead: these loads depend on nothing, and waiting for them
-    # would cost as much as the products.
-    if USE_GK:
-        gk += (begin * HV + i_h) * K + o_k
-        b_decay = tl.load(gk + (tl.minimum(rows, BT) - 1) * (HV * K), mask=m_k, other=0.0)
-    else:
-        g += begin * HV + i_h
-        b_g = tl.load(g + o_t * HV, mask=o_t < rows, other=0.0)
-        b_last = tl.load(g + (tl.minimum(rows, BT) - 1) * HV)
+    b_ha = tl.load(slots + slot * (HV * K * V) + o_av, mask=m_a[:, None] & (slot >= 0), other=0.0)
+    if K > BK:
+        b_hb = tl.load(slots + slot * (HV * K * V) + o_bv, mask=m_b[:, None] & (slot >= 0), other=0.0)
     if WRITE_SLOTS:
-        slot = tl.load(node_slot).to(tl.int64)
-    for _ in range((rows + BT - 1) // BT):
-        m_t = o_t < rows
-        tl.store(h + o_kv, b_h.to(h.dtype.element_ty), mask=m_k[:, None])
-        b_w = tl.load(w + o_tk, mask=m_t[:, None] & m_k[None, :], other=0.0)
-        b_v = tl.load(u + o_tv, mask=m_t[:, None], other=0.0) - tl.dot(b_w, b_h.to(b_w.dtype))
+        slot = tl.load(node_slot + node).to(tl.int64)
+    for step in range(tl.cdiv(end - begin, BT)):
+        o_t = begin + step * BT + o_r
+        m_t = o_t < end
+        o_tv = o_t[:, None] * (HV * V) + o_v[None, :]
+        p_h = h + (node + step) * (HV * K * V)
+        tl.store(p_h + o_av, b_ha.to(h.dtype.element_ty), mask=m_a[:, None])
+        b_w = tl.load(w + o_t[:, None] * (HV * K) + o_a[None, :], mask=m_t[:, None] & m_a[None, :], other=0.0)
+        b_v = tl.dot(b_w, b_ha.to(b_w.dtype))
+        if K > BK:
+            tl.store(p_h + o_bv, b_hb.to(h.dtype.element_ty), mask=m_b[:, None])
+            b_w = tl.load(w + o_t[:, None] * (HV * K) + o_b[None, :], mask=m_t[:, None] & m_b[None, :], other=0.0)
+            b_v = tl.dot(b_w, b_hb.to(b_w.dtype), b_v)
+        b_v = tl.load(u + o_tv, mask=m_t[:, None], other=0.0) - b_v
         tl.store(v_new + o_tv, b_v.to(v_new.dtype.element_ty), mask=m_t[:, None])
-        rows_next = rows - BT
-        last_next = BT + tl.minimum(rows_next, BT) - 1
+        last = tl.minimum(begin + step * BT + BT, end) - 1
         if USE_GK:
-            b_h *= tl.exp2(b_decay)[:, None]
-            b_decay = tl.load(gk + last_next * (HV * K), mask=m_k & (rows_next > 0), other=0.0)
-            gk += BT * HV * K
+            b_decay = tl.load(gk + (last * HV + i_h) * K + o_a, mask=m_a, other=0.0)
+            b_ha *= tl.exp2(b_decay)[:, None]
+            if K > BK:
+                b_decay = tl.load(gk + (last * HV + i_h) * K + o_b, mask=m_b, other=0.0)
+                b_hb *= tl.exp2(b_decay)[:, None]
         else:
+            b_last = tl.load(g + last * HV + i_h)
+            b_g = tl.load(g + o_t * HV + i_h, mask=m_t, other=0.0)
             b_v *= tl.where(m_t, tl.exp2(b_last - b_g), 0.0)[:, None]
-            b_h *= tl.exp2(b_last)
-            b_g = tl.load(g + (BT + o_t) * HV, mask=o_t < rows_next, other=0.0)
-            b_last = tl.load(g + last_next * HV, mask=rows_next > 0, other=0.0)
-            g += BT * HV
-        b_k = tl.load(k + o_kt, mask=m_k[:, None] & m_t[None, :], other=0.0)
-        b_h = tl.dot(b_k, b_v.to(b_k.dtype), b_h)
+            b_ha *= tl.exp2(b_last)
+            if K > BK:
+                b_hb *= tl.exp2(b_last)
+        b_v = b_v.to(k.dtype.element_ty)
+        b_k = tl.load(k + o_t[None, :] * (H * K) + o_a[:, None], mask=m_a[:, None] & m_t[None, :], other=0.0)
+        b_ha = tl.dot(b_k, b_v, b_ha)
+        if K > BK:
+            b_k = tl.load(k + o_t[None, :] * (H * K) + o_b[:, None], mask=m_b[:, None] & m_t[None, :], other=0.0)
+            b_hb = tl.dot(b_k, b_v, b_hb)
         if WRITE_SLOTS:
-            tl.store(slots + slot * (HV * K * V) + o_kv, b_h, mask=m_k[:, None] & (slot >= 0))
-            node_slot += 1
-            slot = tl.load(node_slot, mask=rows_next > 0, other=-1).to(tl.int64)
-        rows = rows_next
-        k += BT * H * K
-        w += BT * HV * K
-        u += BT * HV * V
-        v_new += BT * HV * V
-        h += HV * K * V
+            # A branch and not a mask: storing fp32 tiles takes a trip through shared memory, masked or not.
+            if slot >= 0:
+                tl.store(slots + slot * (HV * K * V) + o_av, b_ha, mask=m_a[:, None])
+                if K > BK:
+                    tl.store(slots + slot * (HV * K * V) + o_bv, b_hb, mask=m_b[:, None])
+            # A step ahead, so that nothing waits for it; past the chain's end it is not used.
+            slot = tl.load(node_slot + node + step + 1, mask=last + 1 < end, other=-1).to(tl.int64)
 
 
 @triton.jit
@@ -152,73 +151,76 @@ def _states_backward(
     i_h = i_ch % HV
     chain = tl.load(chains + i_ch // HV).to(tl.int64)
     begin, end = tl.load(cu_seqlens + chain), tl.load(cu_seqlens + chain + 1)
-    steps = ((end - begin + BT - 1) // BT).to(tl.int32)
-    first = begin + (steps - 1) * BT
-    rows = (end - first).to(tl.int32)
-    node = tl.load(first_node + chain) + steps - 1
+    node = tl.load(first_node + chain)
+    steps = tl.cdiv(end - begin, BT)
 
-    o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BV)
-    o_kv = o_k[:, None] * V + o_v[None, :]
-    o_tv = o_t[:, None] * (HV * V) + o_v[None, :]
-    o_tk = o_t[:, None] * (H * K) + o_k[None, :]
-    o_kt = o_k[:, None] + o_t[None, :] * (H * K)
-    o_wt = o_k[:, None] + o_t[None, :] * (HV * K)
-    q += (first * H + i_h // (HV // H)) * K
-    k += (first * H + i_h // (HV // H)) * K
-    w += (first * HV + i_h) * K
-    do += (first * HV + i_h) * V + i_v * BV
-    dv += (first * HV + i_h) * V + i_v * BV
-    dv_new += (first * HV + i_h) * V + i_v * BV
-    dh += (node * HV + i_h) * K * V + i_v * BV
-    d_slots += i_h * K * V + i_v * BV
-    node_slot += node
-    m_k = o_k < K
+    o_r, o_v = tl.arange(0, BT), i_v * BV + tl.arange(0, BV)
+    o_a, o_b = tl.arange(0, BK), BK + tl.arange(0, BK)
+    m_a, m_b = o_a < K, o_b < K
+    o_av, o_bv = o_a[:, None] * V + o_v[None, :], o_b[:, None] * V + o_v[None, :]
+    q += (i_h // (HV // H)) * K
+    k += (i_h // (HV // H)) * K
+    w += i_h * K
+    do += i_h * V
+    dv += i_h * V
+    dv_new += i_h * V
+    dh += i_h * K * V
+    d_slots += i_h * K * V
 
-    b_dh = tl.zeros([BK, BV], dtype=tl.float32)
-    if USE_GK:
-        gk += (first * HV + i_h) * K + o_k
-        b_decay = tl.load(gk + (rows - 1) * (HV * K), mask=m_k, other=0.0)
-    else:
-        g += first * HV + i_h
-        b_g = tl.load(g + o_t * HV, mask=o_t < rows, other=0.0)
-        b_last = tl.load(g + (rows - 1) * HV)
-    slot = tl.load(node_slot).to(tl.int64)
+    b_da = tl.zeros([BK, BV], dtype=tl.float32)
+    if K > BK:
+        b_db = tl.zeros([BK, BV], dtype=tl.float32)
+    slot = tl.load(node_slot + node + steps - 1).to(tl.int64)
     for back in range(steps):
-        m_t = (o_t < rows) | (back > 0)  # every node but a chain's last is full
-        b_dh += tl.load(d_slots + slot * (HV * K * V) + o_kv, mask=m_k[:, None] & (slot >= 0), other=0.0)
-        node_slot -= 1
-        more = back + 1 < steps
-        slot = tl.load(node_slot, mask=more, other=-1).to(tl.int64)
-        tl.store(dh + o_kv, b_dh.to(dh.dtype.element_ty), mask=m_k[:, None])
-        b_do = tl.load(do + o_tv, mask=m_t[:, None], other=0.0)
-        b_k = tl.load(k + o_tk, mask=m_t[:, None] & m_k[None, :], other=0.0)
-        b_dv = tl.dot(b_k, b_dh.to(b_k.dtype))
-        b_q = tl.load(q + o_kt, mask=m_k[:, None] & m_t[None, :], other=0.0)
-        if USE_GK:
-            b_dh *= tl.exp2(b_decay)[:, None]
-            gk -= BT * HV * K
-            b_decay = tl.load(gk + (BT - 1) * (HV * K), mask=m_k & more, other=0.0)
-        else:
+        step = steps - 1 - back
+        o_t = begin + step * BT + o_r
+        m_t = o_t < end
+        o_tv = o_t[:, None] * (HV * V) + o_v[None, :]
+        p_dh = dh + (node + step) * (HV * K * V)
+        if slot >= 0:
+            b_da += tl.load(d_slots + slot * (HV * K * V) + o_av, mask=m_a[:, None], other=0.0)
+            if K > BK:
+                b_db += tl.load(d_slots + slot * (HV * K * V) + o_bv, mask=m_b[:, None], other=0.0)
+        slot = tl.load(node_slot + node + step - 1, mask=step > 0, other=-1).to(tl.int64)
+        tl.store(p_dh + o_av, b_da.to(dh.dtype.element_ty), mask=m_a[:, None])
+        b_k = tl.load(k + o_t[:, None] * (H * K) + o_a[None, :], mask=m_t[:, None] & m_a[None, :], other=0.0)
+        b_dv = tl.dot(b_k, b_da.to(b_k.dtype))
+        if K > BK:
+            tl.store(p_dh + o_bv, b_db.to(dh.dtype.element_ty), mask=m_b[:, None])
+            b_k = tl.load(k + o_t[:, None] * (H * K) + o_b[None, :], mask=m_t[:, None] & m_b[None, :], other=0.0)
+            b_dv = tl.dot(b_k, b_db.to(b_k.dtype), b_dv)
+        last = tl.minimum(begin + step * BT + BT, end) - 1
+        if not USE_GK:
+            b_last = tl.load(g + last * HV + i_h)
+            b_g = tl.load(g + o_t * HV + i_h, mask=m_t, other=0.0)
             b_dv *= tl.where(m_t, tl.exp2(b_last - b_g), 0.0)[:, None]
-            b_dh *= tl.exp2(b_last)
-            b_q = b_q * tl.exp2(b_g)[None, :]  # stays fp32: this product alone runs in TF32, as in FLA
-            g -= BT * HV
-            b_g = tl.load(g + o_t * HV, mask=(o_t < BT) & more, other=0.0)
-            b_last = tl.load(g + (BT - 1) * HV, mask=more, other=0.0)
         b_dv += tl.load(dv + o_tv, mask=m_t[:, None], other=0.0)
         tl.store(dv_new + o_tv, b_dv.to(dv_new.dtype.element_ty), mask=m_t[:, None])
-        b_w = tl.load(w + o_wt, mask=m_k[:, None] & m_t[None, :], other=0.0)
-        b_dh += tl.dot(b_q, b_do.to(b_q.dtype)) * scale - tl.dot(b_w, b_dv.to(b_w.dtype))
-        q -= BT * H * K
-        k -= BT * H * K
-        w -= BT * HV * K
-        do -= BT * HV * V
-        dv -= BT * HV * V
-        dv_new -= BT * HV * V
-        dh -= HV * K * V
+        b_do = tl.load(do + o_tv, mask=m_t[:, None], other=0.0)
+        b_dv = b_dv.to(b_do.dtype)
+        m_at, m_bt = m_a[:, None] & m_t[None, :], m_b[:, None] & m_t[None, :]
+        b_q = tl.load(q + o_t[None, :] * (H * K) + o_a[:, None], mask=m_at, other=0.0)
+        b_w = tl.load(w + o_t[None, :] * (HV * K) + o_a[:, None], mask=m_at, other=0.0)
+        if USE_GK:
+            b_da *= tl.exp2(tl.load(gk + (last * HV + i_h) * K + o_a, mask=m_a, other=0.0))[:, None]
+        else:
+            b_da *= tl.exp2(b_last)
+            b_q = b_q * tl.exp2(b_g)[None, :]  # stays fp32: this product alone runs in TF32, as in FLA
+        b_da += tl.dot(b_q, b_do.to(b_q.dtype)) * scale - tl.dot(b_w, b_dv)
+        if K > BK:
+            b_q = tl.load(q + o_t[None, :] * (H * K) + o_b[:, None], mask=m_bt, other=0.0)
+            b_w = tl.load(w + o_t[None, :] * (HV * K) + o_b[:, None], mask=m_bt, other=0.0)
+            if USE_GK:
+                b_db *= tl.exp2(tl.load(gk + (last * HV + i_h) * K + o_b, mask=m_b, other=0.0))[:, None]
+            else:
+                b_db *= tl.exp2(b_last)
+                b_q = b_q * tl.exp2(b_g)[None, :]
+            b_db += tl.dot(b_q, b_do.to(b_q.dtype)) * scale - tl.dot(b_w, b_dv)
     start = tl.load(start_slot + chain)
-    d_start += (chain * HV + i_h) * K * V + i_v * BV
-    tl.store(d_start + o_kv, b_dh, mask=m_k[:, None] & (start >= 0))
+    d_start += (chain * HV + i_h) * K * V
+    tl.store(d_start + o_av, b_da, mask=m_a[:, None] & (start >= 0))
+    if K > BK:
+        tl.store(d_start + o_bv, b_db, mask=m_b[:, None] & (start >= 0))
 
 
 @triton.jit
@@ -234,28 +236,43 @@ def _sum_children(d_slots, d_start, slot_ids, slot_ptr, slot_chains, SIZE: tl.co
     tl.store(d_slots + slot * SIZE + offsets, total, mask=mask)
 
 
-@dataclass(frozen=True)
-class LaunchConfig:
-    """Block of value columns, warps and pipeline stages of a state kernel."""
-
-    block_v: int
-    num_warps: int
-    num_stages: int
+_WARPS, _STAGES = 4, 3
 
 
-def default_config(value_heads: int) -> LaunchConfig:
-    """The configuration by the number of value heads: few heads take narrow blocks, so that one chain fills the chip.
+def choose_block_v(nodes: int, longest: int, value_heads: int, dim_v: int, *, backward: bool) -> int:
+    """Value columns a program takes, of 64, 32 and 16: the widest with which the longest chain is not what lasts.
 
-    It must not depend on the tree: a tree and its trajectories alone then take the same path.
+    Wide blocks read keys less often; narrow ones let few chains and heads fill the chip. Columns do not meet in any
+    sum, so the width changes no result. The backward's widest is 32: 64 columns do not fit its registers.
+
+    Args:
+        nodes: of all chains of the launch.
+        longest: nodes of its longest chain.
+        value_heads: HV.
+        dim_v: V, a multiple of 16.
+        backward: which of the kernels.
     """
-    return LaunchConfig(block_v=32 if value_heads >= 32 else 16, num_warps=4, num_stages=3)
-
-
-def _block_v(config: LaunchConfig, dim_v: int) -> int:
-    """The widest block of at most the configured width that divides the value dimension."""
     if dim_v % 16:
         raise ValueError(f"expected a value dimension that is a multiple of 16, got {dim_v}")
-    return math.gcd(config.block_v, dim_v)
+    for block_v in (32, 16) if backward else (64, 32, 16):
+        steps = nodes * value_heads * (dim_v // block_v) / _num_processors()
+        if dim_v % block_v == 0 and (steps >= 0.9 * longest or block_v == 16):
+            return block_v
+    return 16
+
+
+@functools.cache
+def _num_processors() -> int:
+    if not torch.cuda.is_available():
+        return 132  # the interpreter's; any number does
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def _block_k(dim_k: int) -> int:
+    """Keys a product takes: two products of 64 rows suit the tensor cores better than one of 128."""
+    if dim_k > 128:
+        raise ValueError(f"expected keys of at most 128 dimensions, got {dim_k}")
+    return min(64, max(triton.next_power_of_2(dim_k), 16))
 
 
 def run_states_forward(
@@ -267,7 +284,7 @@ def run_states_forward(
     chains: PackedChains,
     *,
     write_slots: bool,
-    config: LaunchConfig | None = None,
+    block_v: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs the recurrence over every chain.
 
@@ -278,18 +295,21 @@ def run_states_forward(
         slots: ``[S, HV, K, V]`` fp32; the first ``chains.num_initial`` hold the boundary states. Filled round by
             round if ``write_slots``; otherwise all of them must be filled already, and one launch does.
         chains: the packed tree.
+        write_slots: see there.
+        block_v: value columns a program takes, None to choose.
 
     Returns:
         ``h`` ``[1, M, HV, K, V]``, the state before each node, and ``v_new`` ``[1, P, HV, V]``, in the dtype of k.
     """
     heads, dim_k, value_heads, dim_v = k.shape[2], k.shape[3], u.shape[2], u.shape[3]
-    config = config or default_config(value_heads)
-    block_v = _block_v(config, dim_v)
     h = k.new_empty(1, chains.num_nodes, value_heads, dim_k, dim_v)
     v_new = torch.empty_like(u)
-    rounds = chains.round_ptr if write_slots else (0, chains.num_chains)
-    for begin, end in pairwise(rounds):
-        _states_forward[((end - begin) * value_heads * (dim_v // block_v),)](
+    launches = list(zip(pairwise(chains.round_ptr), chains.round_nodes, chains.round_longest, strict=True))
+    if not write_slots:
+        launches = [((0, chains.num_chains), sum(chains.round_nodes), max(chains.round_longest, default=0))]
+    for (begin, end), nodes, longest in launches:
+        width = block_v or choose_block_v(nodes, longest, value_heads, dim_v, backward=False)
+        _states_forward[((end - begin) * value_heads * (dim_v // width),)](
             k,
             w,
             u,
@@ -308,12 +328,12 @@ def run_states_forward(
             K=dim_k,
             V=dim_v,
             BT=chains.chunk_size,
-            BK=max(triton.next_power_of_2(dim_k), 16),
-            BV=block_v,
+            BK=_block_k(dim_k),
+            BV=width,
             USE_GK=g.dim() == 4,
             WRITE_SLOTS=write_slots,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            num_warps=_WARPS,
+            num_stages=_STAGES,
         )
     return h, v_new
 
@@ -329,7 +349,7 @@ def run_states_backward(
     chains: PackedChains,
     *,
     scale: float,
-    config: LaunchConfig | None = None,
+    block_v: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs the recurrence's backward, last round first.
 
@@ -341,20 +361,21 @@ def run_states_backward(
             holds what came from the chains that start from each slot, which for a boundary state is its gradient.
         chains: the packed tree.
         scale: of q.
+        block_v: value columns a program takes, None to choose.
 
     Returns:
         ``dh`` ``[1, M, HV, K, V]``, gradient of the state after each node, and the whole gradient of ``v_new``.
     """
     heads, dim_k, value_heads, dim_v = k.shape[2], k.shape[3], do.shape[2], do.shape[3]
-    config = config or default_config(value_heads)
-    block_v = _block_v(config, dim_v)
     dh = k.new_empty(1, chains.num_nodes, value_heads, dim_k, dim_v)
     dv_new = torch.empty_like(dv)
     size = value_heads * dim_k * dim_v
     d_start = torch.empty(chains.num_chains if chains.num_slots else 0, size, dtype=torch.float32, device=k.device)
     for index in range(chains.num_rounds - 1, -1, -1):
         begin, end = chains.round_ptr[index : index + 2]
-        _states_backward[((end - begin) * value_heads * (dim_v // block_v),)](
+        work = chains.round_nodes[index], chains.round_longest[index]
+        width = block_v or choose_block_v(*work, value_heads, dim_v, backward=True)
+        _states_backward[((end - begin) * value_heads * (dim_v // width),)](
             q,
             k,
             w,
@@ -377,11 +398,11 @@ def run_states_backward(
             K=dim_k,
             V=dim_v,
             BT=chains.chunk_size,
-            BK=max(triton.next_power_of_2(dim_k), 16),
-            BV=block_v,
+            BK=_block_k(dim_k),
+            BV=width,
             USE_GK=g.dim() == 4,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            num_warps=_WARPS,
+            num_stages=_STAGES,
         )
         first, last = chains.slot_round_ptr[index : index + 2]
         if last > first:
