@@ -40,7 +40,7 @@ def check_model(model: nn.Module, family: Family) -> None:
             raise UnsupportedModelError(f"transformers has no {getattr(family, name)} in {family.module.__name__}")
     _check_layers(config)
     _check_rope(config)
-    _check_head(config)
+    _check_head(model, config)
     _check_dropout(model, config)
     if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         raise UnsupportedModelError("expected float32 or bfloat16 parameters, got float16: states would overflow")
@@ -86,7 +86,13 @@ def _check_rope(config: Any) -> None:
         )
 
 
-def _check_head(config: Any) -> None:
+def _check_head(model: Any, config: Any) -> None:
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise UnsupportedModelError(
+            f"expected a plain nn.Linear as the language-model head, got {type(head).__name__} (adapters on the head "
+            "are not supported: leave lm_head out of target_modules)"
+        )
     for name in (
         "final_logit_softcapping",
         "logit_scale",

@@ -9,7 +9,7 @@ from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling.checks import check_model, check_versions
 from harts_hf.modeling.families import Family, family_of
 from harts_hf.modeling.mixers import TreeMixer, tree_attention_class, tree_linear_class
-from harts_hf.modeling.scoring import tree_forward
+from harts_hf.modeling.scoring import head_forward, tree_forward
 
 
 def patch(model: nn.Module) -> nn.Module:
@@ -36,9 +36,8 @@ def patch(model: nn.Module) -> nn.Module:
     mixers = _find_mixers(base, family)
     for module, tree_class in mixers:
         module.__class__ = tree_class
-    base._harts_stock_forward = base.forward
-    base._harts_had_own_forward = "forward" in vars(base)
-    base.forward = MethodType(tree_forward, base)
+    _install(base.get_output_embeddings(), head_forward)
+    _install(base, tree_forward)
     return model
 
 
@@ -47,17 +46,34 @@ def unpatch(model: nn.Module) -> nn.Module:
     base = causal_lm_of(model)
     if not is_patched(base):
         return model
-    if getattr(base.forward, "__func__", None) is not tree_forward:
-        raise ValueError("expected the forward that patch installed, got another one: undo what was put over it first")
-    if base._harts_had_own_forward:
-        base.forward = base._harts_stock_forward
-    else:
-        del base.forward
-    del base._harts_stock_forward, base._harts_had_own_forward
+    head = base.get_output_embeddings()
+    for module, function in ((base, tree_forward), (head, head_forward)):
+        if getattr(module.forward, "__func__", None) is not function:
+            raise ValueError(
+                f"expected the forward that patch installed on {type(module).__name__}, got another one: undo what "
+                "was put over it first"
+            )
+    for module in (base, head):
+        _uninstall(module)
     for module in base.modules():
         if isinstance(module, TreeMixer):
             module.__class__ = type(module).stock  # type: ignore[assignment]
     return model
+
+
+def _install(module: Any, forward: Any) -> None:
+    """Puts a forward on an instance; a bound method, so that deep copies are bound to the copy."""
+    module._harts_stock_forward = module.forward
+    module._harts_had_own_forward = "forward" in vars(module)
+    module.forward = MethodType(forward, module)
+
+
+def _uninstall(module: Any) -> None:
+    if module._harts_had_own_forward:
+        module.forward = module._harts_stock_forward
+    else:
+        del module.forward
+    del module._harts_stock_forward, module._harts_had_own_forward
 
 
 def is_patched(model: nn.Module) -> bool:

@@ -69,18 +69,31 @@ def tree_forward(
         use_cache=False,
         harts=harts,
     ).last_hidden_state[0]
-    head = self.get_output_embeddings()
-    weight, bias = head.weight, head.bias
+    # Through the head's own call, so that FSDP2 and ZeRO-3 gather its weight for the forward and for the backward.
+    log_probs, entropy = self.get_output_embeddings()(hidden, harts_score=harts_score)
+    return TreeOutput(log_probs=log_probs, entropy=entropy)
+
+
+def head_forward(self: Any, hidden: torch.Tensor, *args: Any, harts_score: ScoreRequest | None = None) -> Any:
+    """Bound to a patched model's head as its ``forward``: log-probs and entropies ``[P]`` where it is given a request.
+
+    Args:
+        self: the head, a linear layer ``[V, D]``.
+        hidden: ``[N, D]``.
+        args: what the stock forward takes besides.
+        harts_score: the request; without it the stock forward runs as it is.
+    """
+    if harts_score is None:
+        return self._harts_stock_forward(hidden, *args)
+    weight, bias = self.weight, self.bias
     if harts_score.head_in_fp32:
         hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
-    labels = harts_score.labels
-    log_probs, entropy = token_logprobs(
+    return token_logprobs(
         hidden,
         weight,
         bias,
-        labels.rows,
-        labels.token_ids,
+        harts_score.labels.rows,
+        harts_score.labels.token_ids,
         temperature=harts_score.temperature,
         return_entropy=harts_score.return_entropy,
     )
-    return TreeOutput(log_probs=log_probs, entropy=entropy)

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from harts_hf.batch import Kind, TreeBatch
-
-Op = tuple[str, int]
+from harts_hf.planner.execution import DUMMY, Op
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +38,8 @@ def handoff_lives(ops: Sequence[Op], batches: Sequence[TreeBatch]) -> Lives:
             drops[read.pop(trunk)].append(trunk)
 
     for place, (kind, index) in enumerate(ops):
+        if index == DUMMY:
+            continue
         for trunk in _trunks_of(batches[index]):
             read[trunk] = place
         if kind in "SF":

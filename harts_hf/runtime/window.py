@@ -10,7 +10,8 @@ from numpy.typing import ArrayLike
 
 from harts_hf.batch import TreeBatch, build_batches
 from harts_hf.errors import HartsWarning
-from harts_hf.planner import PlannerConfig, Schedule, plan_window
+from harts_hf.planner import Microbatch, PlannerConfig, Schedule, plan_window
+from harts_hf.planner.execution import DUMMY
 from harts_hf.tree import RolloutTree
 
 
@@ -70,9 +71,15 @@ class TreeWindow:
         """The microbatches as tensors, in the order of ``schedule.microbatches``."""
         return build_batches(self.schedule)
 
+    @cached_property
+    def dummy(self) -> TreeBatch:
+        """One token that nothing is asked of, for ranks that have to run more ops than they have microbatches."""
+        tree = RolloutTree.from_trajectories([self.tree.token_ids[:1]])
+        return TreeBatch(tree, Microbatch(id=DUMMY, rows=[0], owned=[False]))
+
     def to(self, device: torch.device | str) -> "TreeWindow":
         """Moves the microbatches to ``device``, in place."""
-        for batch in self.batches:
+        for batch in (*self.batches, self.dummy):
             batch.to(device)
         return self
 

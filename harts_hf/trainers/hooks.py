@@ -12,6 +12,7 @@ from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling import patch
 from harts_hf.runtime import HeadOptions
 from harts_hf.trainers.collator import TreeDataCollator
+from harts_hf.trainers.ranks import check_backend
 from harts_hf.trainers.rows import PaddedRows, plan_rows, spread
 
 TRL_RANGE = ("1.16", "1.17")
@@ -112,10 +113,10 @@ def _check_trl_version() -> None:
 def _check_arguments(trainer: Any) -> None:
     """Refuses settings that the tree step would get wrong, before any model is patched."""
     args = trainer.args
+    check_backend(trainer.accelerator, args.tree_execution)
     kwargs = args.gradient_checkpointing_kwargs or {}
     optimizers = (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
     refused: list[tuple[bool, str, str]] = [
-        (trainer.accelerator.num_processes > 1, "one process", f"{trainer.accelerator.num_processes}"),
         (getattr(trainer, "aux_loss_enabled", False), "", AUX_LOSS_MESSAGE),
         (args.fp16, "bf16 or fp32 training (states would overflow in fp16)", "fp16=True"),
         (args.torch_compile, "an uncompiled model", "torch_compile=True"),

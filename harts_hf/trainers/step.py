@@ -13,6 +13,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 
 from harts_hf.runtime import Coefficients, HeadOptions, Scores, TreeWindow, WindowRun
 from harts_hf.trainers.collator import TreeDataCollator
+from harts_hf.trainers.ranks import agreed_count, backward_function, scoring_model, sync_context
 from harts_hf.trainers.rows import PaddedRows, collect, plan_rows, spread
 from harts_hf.trainers.skipping import reason_to_score
 
@@ -57,7 +58,7 @@ class TreeStep(_BaseTrainer):
 
     def _run_window(self, model: nn.Module, slices: list[dict[str, Any]], num_items: Any) -> torch.Tensor:
         started = time.perf_counter()
-        prevented = reason_to_score(self, slices)
+        prevented = reason_to_score(self, slices) if self.accelerator.num_processes == 1 else "several_processes"
         collator = self._tree_collator.for_execution(self.args.tree_execution, can_skip_scoring=prevented is None)
         window, indices = plan_rows([_padded_rows(one) for one in slices], collator)
         window.to(self.args.device)
@@ -80,7 +81,7 @@ class TreeStep(_BaseTrainer):
         self._log_tree("scoring_seconds", time.perf_counter() - started)
         loss, coefficients = self._loss_coefficients(model, slices, indices, scores, num_items)
         started = time.perf_counter()
-        run.backward(coefficients, self.accelerator.backward)
+        run.backward(coefficients, backward_function(self.accelerator))
         self._log_tree("backward_seconds", time.perf_counter() - started)
         return loss, run.recompute_difference
 
@@ -101,7 +102,7 @@ class TreeStep(_BaseTrainer):
             wanted[index[index >= 0]] = True
         scores = self._tree_run(model, window, mode="unscored").backward_unscored(
             Coefficients(log_probs=coefficients.log_probs),
-            self.accelerator.backward,
+            backward_function(self.accelerator),
             torch.from_numpy(wanted).to(self.args.device),
         )
         with torch.no_grad():
@@ -117,6 +118,9 @@ class TreeStep(_BaseTrainer):
             self._tree_head,
             context=self.compute_loss_context_manager,
             offload=self.args.tree_offload_handoff,
+            scoring_model=scoring_model(self.accelerator, model),
+            count=agreed_count(self.accelerator, len(window.batches)) if self.accelerator.num_processes > 1 else None,
+            sync_context=sync_context(self.accelerator, model),
             mode=mode,
         )
 

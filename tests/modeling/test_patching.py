@@ -92,7 +92,7 @@ def test_unpatch_refuses_another_forward():
     model = patch(tiny_model("qwen3_5_text"))
     ours = model.forward
     model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
-    with pytest.raises(ValueError, match="expected the forward that patch installed"):
+    with pytest.raises(ValueError, match="expected the forward that patch installed on Qwen3_5ForCausalLM"):
         unpatch(model)
 
 

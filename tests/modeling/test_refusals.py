@@ -87,6 +87,12 @@ def test_half_precision():
     refused(tiny_model("qwen3_5_text").half(), "float16")
 
 
+def test_adapter_on_the_head():
+    """The head's weight is read without calling its adapter."""
+    model = get_peft_model(tiny_model("qwen3_5_text"), LoraConfig(target_modules=["lm_head"]))
+    refused(model, "plain nn.Linear as the language-model head")
+
+
 def test_prompt_learning():
     """Virtual tokens would shift every position."""
     model = get_peft_model(tiny_model("qwen3_5_text"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
