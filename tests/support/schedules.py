@@ -53,6 +53,29 @@ def random_schedule(tree: RolloutTree, seed: int, execution: str, *, pieces: int
     )
 
 
+def cut_schedule(tree: RolloutTree, cuts: list[int], execution: str = "replay") -> Schedule:
+    """Rows cut in preorder before each of ``cuts``; every piece reads its whole prefix from the pieces before it."""
+    owner = np.searchsorted(cuts, np.arange(tree.num_tokens), side="right")
+    microbatches = []
+    for index, (start, stop) in enumerate(pairwise([0, *cuts, tree.num_tokens])):
+        prefix = _ancestors_outside(tree, start, stop)
+        rows = np.arange(start, stop)
+        microbatches.append(
+            Microbatch(
+                id=index,
+                rows=rows,
+                owned=np.ones(len(rows), bool),
+                prefix=prefix,
+                trunks=tuple(np.unique(owner[prefix]).tolist()),
+            )
+        )
+    ops = {"replay": replay_ops, "nested": nested_ops, "keep": keep_ops}[execution](microbatches)
+    config = PlannerConfig(max_tokens_per_microbatch=max(64, tree.num_tokens), sharing="always", execution=execution)
+    return Schedule(
+        tree=tree, microbatches=tuple(microbatches), config=config, execution=execution, rank_ops=(tuple(ops),)
+    )
+
+
 def _ancestors_outside(tree: RolloutTree, start: int, stop: int) -> np.ndarray:
     """Rows before ``start`` that lie above a row of ``[start, stop)``, ascending."""
     before = np.arange(start)
