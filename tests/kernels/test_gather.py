@@ -34,15 +34,25 @@ def test_reads_rows_and_adds_their_gradients_in_order(data, num_rows, dtype):
     assert torch.equal(x.grad, sums_by_hand(grad, index, num_rows))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [3, 40, 200])
-def test_rows_read_many_times_keep_the_order(num_rows):
-    """Many rounds with many rows, then a tail of few rows: still the ordered sum, bit for bit."""
+def test_rows_read_many_times_keep_the_order(num_rows, dtype):
+    """Many rounds with many rows, then a tail of few rows: still the ordered wide sum, bit for bit."""
     rng = np.random.default_rng(0)
     index = np.minimum(rng.geometric(min(0.9, 8 / num_rows), 3000) - 1, num_rows - 1)  # few rows are read very often
-    x = torch.randn(num_rows, 5, requires_grad=True)
-    grad = torch.randn(len(index), 5)
+    x = torch.randn(num_rows, 5).to(dtype).requires_grad_()
+    grad = torch.randn(len(index), 5).to(dtype)
     gather_rows(x, GatherIndex.build(index, num_rows)).backward(grad)
     assert torch.equal(x.grad, sums_by_hand(grad, index, num_rows))
+
+
+def test_every_row_read_often_in_bfloat16():
+    """Rounds that cover all rows add up in float32 too."""
+    index = np.repeat(np.arange(40), 5)
+    x = torch.zeros(40, 3, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(200, 3).bfloat16()
+    gather_rows(x, GatherIndex.build(index, 40)).backward(grad)
+    assert torch.equal(x.grad, sums_by_hand(grad, index, 40))
 
 
 def test_bfloat16_gradients_are_rounded_once():

@@ -147,7 +147,14 @@ def test_a_tree_equals_each_trajectory_alone_bit_for_bit(rule, dtype, dims):
     tree = bitwise_tree()
     tables = tree_tables(tree)
     inputs = rule_inputs(
-        rule, tree.num_tokens, heads=heads, value_heads=value_heads, dim_k=dim_k, dim_v=dim_v, dtype=dtype
+        rule,
+        tree.num_tokens,
+        heads=heads,
+        value_heads=value_heads,
+        dim_k=dim_k,
+        dim_v=dim_v,
+        decay=0.05,  # weak: a chunk's first rows still weigh at its end
+        dtype=dtype,
     )
     last_nodes = node_of_rows(tables)[torch.from_numpy(tree.end_rows.copy())]
     whole = with_grad(inputs)
@@ -182,25 +189,40 @@ def node_of_rows(tables: LinearTables) -> torch.Tensor:
     return tables.output.index // tables.chunk_size
 
 
+LOSS_SPANS = {
+    "all": [(0, 300)],
+    "before the branch": [(0, 66)],
+    "before the branch and in later chunks": [(60, 66), (130, 300)],
+    "one row and the end state": [(65, 66)],
+}
+
+
 @both_rules
-@pytest.mark.parametrize("masked_after", [None, 66])
-def test_gradients_enter_through_one_copy(rule, masked_after):
-    """A trajectory whose loss covers only its first rows, or all, has the gradients that it has alone, bit for bit."""
-    tree = RolloutTree.from_trajectories(branching(65, vocab=50))
-    inputs = rule_inputs(rule, tree.num_tokens, dtype=torch.float32)
-    whole = with_grad(inputs)
-    output = RULES[rule](*whole, tree_tables(tree)).output
+@pytest.mark.parametrize("spans", LOSS_SPANS)
+def test_gradients_enter_through_one_copy(rule, spans):
+    """Whatever rows a trajectory's loss covers, it has the gradients that it has alone, bit for bit."""
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(2, 50, 66)
+    tree = RolloutTree.from_trajectories(
+        [np.concatenate([trunk, [first], rng.integers(2, 50, 90 + first)]) for first in (50, 51, 52)]
+    )
+    # Decays so weak that the rows before the branch still weigh in the end state.
+    tables, inputs = tree_tables(tree), rule_inputs(rule, tree.num_tokens, decay=0.01, dtype=torch.float32)
+    whole, last_nodes = with_grad(inputs), node_of_rows(tables)[torch.from_numpy(tree.end_rows.copy())]
+    output, states = RULES[rule](*whole, tables, export_nodes=last_nodes)
     for index in range(tree.num_trajectories):
         path = torch.from_numpy(tree.path(index))
-        alone = with_grad([value[path] for value in inputs])
-        upstream = torch.zeros_like(output)
-        upstream[path[:masked_after]] = torch.randn_like(output[path[:masked_after]])
-        grads = torch.autograd.grad(output, whole, upstream, retain_graph=True)
-        alone_output = RULES[rule](*alone, path_tables(len(path))).output
-        for name, grad, expected in zip(
-            INPUT_NAMES, grads, torch.autograd.grad(alone_output, alone, upstream[path]), strict=True
-        ):
-            assert torch.equal(grad[path], expected), f"trajectory {index}: {name}"
+        alone, tables_alone = with_grad([value[path] for value in inputs]), path_tables(len(path))
+        upstream, upstream_states = torch.zeros_like(output), torch.zeros_like(states)
+        for start, stop in LOSS_SPANS[spans]:
+            upstream[path[start:stop]] = torch.randn_like(output[path[start:stop]])
+        if spans == "one row and the end state":
+            upstream_states[index] = torch.randn_like(states[index])
+        grads = torch.autograd.grad((output, states), whole, (upstream, upstream_states), retain_graph=True)
+        results = RULES[rule](*alone, tables_alone, export_nodes=torch.tensor([tables_alone.num_nodes - 1]))
+        expected = torch.autograd.grad(tuple(results), alone, (upstream[path], upstream_states[index : index + 1]))
+        for name, grad, wanted in zip(INPUT_NAMES, grads, expected, strict=True):
+            assert torch.equal(grad[path], wanted), f"trajectory {index}: {name}"
 
 
 @both_rules
@@ -263,7 +285,7 @@ def test_the_first_gate_has_no_gradient(rule, decay):
 def test_a_cut_with_the_state_handed_over_equals_the_whole(rule, dtype):
     """Cut at a chunk boundary and carried on from the exported state: outputs and gradients bit for bit."""
     length, cut = 200, 128
-    inputs = rule_inputs(rule, length, dtype=dtype)
+    inputs = rule_inputs(rule, length, decay=0.05, dtype=dtype)
     whole, split = with_grad(inputs), with_grad(inputs)
     expected = RULES[rule](*whole, path_tables(length)).output
     head = RULES[rule](*(leaf[:cut] for leaf in split), path_tables(cut), export_nodes=torch.tensor([1]))
