@@ -109,14 +109,15 @@ def cut_evenly(
     best = cut(np.inf)
     if any(len(pieces) > count for pieces in best):
         return None
-    low, high = longest / count, longest / count
-    while True:  # the bound is nearly met if rows, not seconds, are what is even: look close to it first
+    low = high = longest / count
+    step_up = 0.02
+    while high < np.inf:  # where seconds, not rows, bind, the bound is nearly met: look close to it first
         pieces = cut(high)
         if all(len(p) <= count for p in pieces):
             best = pieces
             break
-        low, high = high, high * 1.02
-    while high - low > 1e-3 * high:
+        low, high, step_up = high, high * (1 + step_up), 2 * step_up
+    while high - low > 2e-3 * high:
         middle = (low + high) / 2
         pieces = cut(middle)
         if any(len(p) > count for p in pieces):

@@ -162,3 +162,47 @@ def align(rank_ops: Sequence[Sequence[Op]]) -> list[list[Op]]:
     for _ in range(open_dummies[0] if rank_ops else 0):
         append("B", [""] * len(rank_ops))
     return aligned
+
+
+def interleave(rank_ops: Sequence[Sequence[Op]], rows: Sequence[int], limit: int) -> list[list[Op]]:
+    """Nested words that align with fewer dummies: a rank whose next op is ``B`` may run its next ``F`` first.
+
+    The graphs that would have been closed then stay open below it and are closed after it, so words stay nested.
+
+    Args:
+        rank_ops: nested words of all ranks.
+        rows: rows of each microbatch, by id.
+        limit: rows whose graphs may be alive at once on a rank.
+    """
+    ahead = [list(ops) for ops in rank_ops]
+    dropped = [{index for kind, index in ops if kind == "S"} for ops in rank_ops]
+    done: list[list[Op]] = [[] for _ in rank_ops]
+    alive = [0] * len(rank_ops)
+    while any(ahead):
+        kind = next(kind for kind in "SFB" if any(ops and ops[0][0] == kind for ops in ahead))
+        for rank, ops in enumerate(ahead):
+            if kind == "F" and ops and ops[0][0] == "B":
+                _bring_forward(ops, dropped[rank], rows, limit - alive[rank])
+            if ops and ops[0][0] == kind:
+                op = ops.pop(0)
+                done[rank].append(op)
+                alive[rank] += {"S": 0, "F": rows[op[1]], "B": -rows[op[1]]}[kind]
+    return done
+
+
+def _bring_forward(ops: list[Op], dropped: set[int], rows: Sequence[int], room: int) -> None:
+    """Moves the first ``F`` behind leading ``B`` to the front, and those ``B`` behind its own, if that is legal."""
+    place = next((i for i, (kind, _) in enumerate(ops) if kind != "B"), None)
+    if place is None:
+        return
+    kind, index = ops[place]
+    # A dropped trunk's late F has to wait for its dependents' B.
+    if kind != "F" or index in dropped:
+        return
+    close = ops.index(("B", index))
+    alive = 0
+    for kind, index in ops[place:close]:
+        alive += {"S": 0, "F": rows[index], "B": -rows[index]}[kind]
+        if alive > room:
+            return
+    ops[:] = [*ops[place : close + 1], *ops[:place], *ops[close + 1 :]]

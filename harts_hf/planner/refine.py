@@ -21,6 +21,7 @@ SAME_ROWS = 0.005
 MANY_PIECES = 48
 # Up to this many leaves times ranks, leaves are moved one by one and exchanged in pairs.
 FEW_MOVES = 32
+MAX_MOVES = 60
 
 
 def best_schedule(tree: RolloutTree, config: PlannerConfig) -> Schedule:
@@ -103,27 +104,34 @@ def _trials(task: Task, walk: Traversal, owners: Sequence[IntArray]) -> Iterator
 def _improved(task: Task, walk: Traversal, owner: IntArray, found: Sequence[Schedule]) -> Schedule:
     """Moves single leaves to other ranks, and exchanges pairs of leaves, as long as the estimate falls."""
 
-    def schedule_of(owner: IntArray) -> Schedule | None:
-        walks = walks_of_owners(walk, walk, owner, task.config.world_size)
-        built = []
-        for _, cuts in cuts_to_try(task, walks):
-            try:
-                built.append(build_schedule(task, walks, cuts))
-            except LimitError:
-                continue
-        return min(built, key=lambda s: s.estimated_seconds, default=None)
-
     best = min(found, key=lambda schedule: schedule.estimated_seconds)
-    current = schedule_of(owner) or best
-    improved = True
-    while improved:
-        improved = False
-        for changed in _neighbours(owner, task.config.world_size):
-            other = schedule_of(changed)
-            if other is not None and other.estimated_seconds < current.estimated_seconds * (1 - 1e-9):
-                owner, current, improved = changed, other, True
-                break
+    bound = np.inf
+    current = best
+    tried: set[tuple[int, ...]] = set()
+    queue = [owner]
+    while queue and len(tried) < MAX_MOVES:
+        changed = queue.pop(0)
+        if tuple(changed.tolist()) in tried:
+            continue
+        tried.add(tuple(changed.tolist()))
+        other = _fastest(task, walks_of_owners(walk, walk, changed, task.config.world_size), bound)
+        if other is not None and (bound == np.inf or other.estimated_seconds < bound * (1 - 1e-9)):
+            current, bound = other, other.estimated_seconds
+            queue = list(_neighbours(changed, task.config.world_size))
     return min(best, current, key=lambda schedule: schedule.estimated_seconds)
+
+
+def _fastest(task: Task, walks: list[Traversal], bound: float) -> Schedule | None:
+    """The fastest schedule of given walks; those roughly at or above ``bound`` are not built."""
+    best = None
+    for _, cuts in cuts_to_try(task, walks, bound):
+        try:
+            schedule = build_schedule(task, walks, cuts)
+        except LimitError:
+            continue
+        if best is None or schedule.estimated_seconds < best.estimated_seconds:
+            best = schedule
+    return best
 
 
 def _neighbours(owner: IntArray, world_size: int) -> Iterator[IntArray]:

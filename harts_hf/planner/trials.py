@@ -10,6 +10,7 @@ from harts_hf.planner.assemble import assemble
 from harts_hf.planner.config import PlannerConfig
 from harts_hf.planner.cost import Coefficients, CostModel
 from harts_hf.planner.cuts import Piece, PieceLimits, cut_evenly, cut_greedily, cut_whole_paths
+from harts_hf.planner.execution import Op, graph_tokens, handoff_lives, interleave, peak_of_lives
 from harts_hf.planner.microbatch import Microbatch
 from harts_hf.planner.orders import LimitError, order_ops
 from harts_hf.planner.schedule import Schedule
@@ -52,13 +53,18 @@ class Task:
         return min(self.config.max_tokens_per_microbatch, self.config.max_graph_tokens or 2**62)
 
 
-def cuts_to_try(task: Task, walks: Sequence[Traversal]) -> Iterator[tuple[float, Cuts]]:
-    """Pieces of every rank, several to try, each with a rough estimate of the step's seconds."""
+def cuts_to_try(task: Task, walks: Sequence[Traversal], bound: float = np.inf) -> Iterator[tuple[float, Cuts]]:
+    """Pieces of every rank, several to try, each with a rough estimate of the step's seconds below ``bound``.
+
+    The rough estimate leaves out handed bytes and further sequential calls, so it errs on the low side.
+    """
     config, step = task.config, task.step
     tables = [CutTable.build(walk, chunk_size=config.chunk_size, step=step) for walk in walks]
     if not config.handoff:
         cuts = [cut_whole_paths(walk, task.max_rows) for walk in walks]
-        yield _rough_seconds(task, tables, cuts), cuts
+        seconds = _rough_seconds(task, tables, cuts)
+        if seconds < bound:
+            yield seconds, cuts
         return
     for recompute_below in _recompute_choices(task, tables):
         limits = PieceLimits(rows=task.max_rows, linear_rows=config.max_linear_rows, recompute_below=recompute_below)
@@ -70,21 +76,28 @@ def cuts_to_try(task: Task, walks: Sequence[Traversal]) -> Iterator[tuple[float,
             if max(map(len, fewer)) < max(map(len, greedy)):
                 choices.append((ragged, fewer))
         for choice, pieces in choices:
-            yield _evened(task, tables, choice, pieces)
+            trial = _evened(task, tables, choice, pieces, bound)
+            if trial is not None:
+                yield trial
 
 
-def _evened(task: Task, tables: Sequence[CutTable], limits: PieceLimits, greedy: Cuts) -> tuple[float, Cuts]:
+def _evened(
+    task: Task, tables: Sequence[CutTable], limits: PieceLimits, greedy: Cuts, bound: float
+) -> tuple[float, Cuts] | None:
     """On one rank the fewest pieces; on several, even ones: the number of the best rough estimate."""
     if len(tables) == 1:
         return _rough_seconds(task, tables, greedy), greedy
     fewest = max(map(len, greedy))
+    longest = max(float(table.seconds[-1]) for table in tables)
     found = []
     for count in range(fewest, fewest + EXTRA_PIECES):
+        if longest + count * (task.step.microbatches + task.step.calls) >= bound:
+            break
         even = cut_evenly(tables, limits, count, chunk_size=task.config.chunk_size, step=task.step)
         if even is not None:
             found.append((_rough_seconds(task, tables, even), count, even))
-    seconds, _, best = min(found, key=lambda trial: trial[:2])
-    return seconds, best
+    seconds, _, best = min(found, key=lambda trial: trial[:2], default=(np.inf, 0, greedy))
+    return (seconds, best) if seconds < bound else None
 
 
 def _recompute_choices(task: Task, tables: Sequence[CutTable]) -> list[int]:
@@ -138,6 +151,8 @@ def build_schedule(task: Task, walks: Sequence[Traversal], cuts: Cuts) -> Schedu
             failures.append(error)
     if failures:  # what works has to work on every rank
         raise max(failures, key=lambda error: (error.setting, error.smallest))
+    if task.execution == "nested" and len(walks) > 1:
+        rank_ops = _interleaved(config, rank_ops, microbatches, exports)
     schedule = Schedule(
         tree=task.tree,
         microbatches=tuple(microbatches),
@@ -149,3 +164,18 @@ def build_schedule(task: Task, walks: Sequence[Traversal], cuts: Cuts) -> Schedu
     schedule.__dict__["measures"] = measures
     schedule.__dict__["exports"] = exports
     return schedule
+
+
+def _interleaved(
+    config: PlannerConfig, rank_ops: list[tuple[Op, ...]], microbatches: list[Microbatch], exports: Exports
+) -> list[tuple[Op, ...]]:
+    """Nested words that fit one another better, if they keep the limits and no rank holds more than one did before."""
+    peak = max(max(graph_tokens(ops, microbatches), default=0) for ops in rank_ops)
+    rows = [microbatch.num_rows for microbatch in microbatches]
+    words = [tuple(ops) for ops in interleave(rank_ops, rows, config.max_graph_tokens or peak)]
+    if config.max_handoff_bytes is not None:
+        for ops in words:
+            lives = handoff_lives(ops, microbatches)
+            if peak_of_lives(lives, exports.of, lambda export: export.num_bytes)[0] > config.max_handoff_bytes:
+                return rank_ops
+    return words
