@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 import harts_hf
 from harts_hf.rollouts.collector import TreeRolloutCollector
 from harts_hf.rollouts.plot import plot_tree
+from harts_hf.rollouts.sampler import Rollout
 from harts_hf.tree import RolloutTree
 
 # First and last mean reward are taken over so many steps.
@@ -75,15 +76,25 @@ class TrainReport(TrainerCallback):
         summary = self._summary(args)
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         _plot_reward(self._entries, folder / "reward.png")
-        first = [rollout for rollout in self._collector.last_rollouts if rollout.tree == 0]
-        if first:
-            tree = RolloutTree.from_trajectories([rollout.prompt_ids + rollout.completion_ids for rollout in first])
-            plot_tree(tree, [rollout.reward for rollout in first], folder / "tree.png")
+        self._plot_tree(folder / "tree.png")
         print(
             f"mean reward {summary['first_mean_reward']:.3f} (steps up to {WINDOW}) -> "
             f"{summary['last_mean_reward']:.3f} (last {WINDOW} steps) in {summary['seconds']:.0f} s; "
             f"{summary['expanded_tokens']:,} tokens trained as {summary['forward_tokens']:,}"
         )
+
+    def _plot_tree(self, path: Path) -> None:
+        """Draws the tree of the last step with the most tokens: once all goes well, many trees are a single line."""
+        leaves: dict[int, list[Rollout]] = {}
+        for rollout in self._collector.last_rollouts:
+            leaves.setdefault(rollout.tree, []).append(rollout)
+        trees = {
+            number: RolloutTree.from_trajectories([leaf.prompt_ids + leaf.completion_ids for leaf in group])
+            for number, group in leaves.items()
+        }
+        if trees:
+            largest = max(trees, key=lambda number: trees[number].num_tokens)
+            plot_tree(trees[largest], [leaf.reward for leaf in leaves[largest]], path)
 
     def _seconds(self) -> float:
         return round(time.perf_counter() - self._started, 3)
@@ -121,14 +132,13 @@ class TrainReport(TrainerCallback):
 
 
 def _plot_reward(entries: list[dict[str, Any]], path: Path) -> None:
-    steps = [entry["step"] for entry in entries]
+    steps = np.array([entry["step"] for entry in entries])
     rewards = np.array([entry["reward"] for entry in entries])
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(steps, rewards, color="#30638e", alpha=0.35, linewidth=1, label="mean reward of a log")
-    width = max(1, min(10, len(rewards) // 5))
-    smooth = [rewards[max(0, index + 1 - width) : index + 1].mean() for index in range(len(rewards))]
-    axes.plot(steps, smooth, color="#d1495b", linewidth=2, label=f"mean of {width} logs")
+    axes.plot(steps, rewards, color="#30638e", alpha=0.35, linewidth=1, label="mean reward at each log")
+    smooth = [rewards[(steps > step - WINDOW) & (steps <= step)].mean() for step in steps]
+    axes.plot(steps, smooth, color="#d1495b", linewidth=2, label=f"mean of the last {WINDOW} steps")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("reward")
     axes.grid(alpha=0.3)
