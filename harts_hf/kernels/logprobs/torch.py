@@ -118,6 +118,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, rows, labels = ctx.saved_tensors
         head, wide = ctx.head, ctx.head.wide
+        rows, labels, grad_logp, grad_entropy = _with_gradient(rows, labels, grad_logp, grad_entropy)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # Each row is in one chunk; weight and bias are summed over chunks in the wide dtype and rounded once.
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
@@ -145,6 +146,21 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_bias.to(bias.dtype) if grad_bias is not None else None,
             *(None,) * 5,
         )
+
+
+def _with_gradient(
+    rows: torch.Tensor, labels: torch.Tensor, *gradients: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The labels whose gradients are not all zero: others cost nothing, and logits of theirs that overflow are not
+    multiplied by zero, which would be NaN.
+    """
+    needed = torch.zeros_like(rows, dtype=torch.bool)
+    for gradient in gradients:
+        if gradient is not None:
+            needed |= gradient != 0
+    if needed.all():
+        return rows, labels, *gradients  # type: ignore[return-value]
+    return rows[needed], labels[needed], *(None if g is None else g[needed] for g in gradients)  # type: ignore[return-value]
 
 
 def _logits_gradient(
