@@ -3,7 +3,13 @@
 from harts_hf.planner.chunks import CHUNK_SIZE, ChunkTree, build_chunk_tree
 from harts_hf.planner.config import PlannerConfig
 from harts_hf.planner.cost import CostModel, Work, fit_coefficients
-from harts_hf.planner.linear_calls import ChainDecomposition, decompose_chains, min_linear_calls
+from harts_hf.planner.linear_calls import (
+    ChainDecomposition,
+    ChainTables,
+    chain_tables,
+    decompose_chains,
+    min_linear_calls,
+)
 from harts_hf.planner.microbatch import Microbatch
 from harts_hf.planner.schedule import Schedule
 from harts_hf.planner.windows import no_sharing_bound, plan_window
@@ -11,6 +17,7 @@ from harts_hf.planner.windows import no_sharing_bound, plan_window
 __all__ = [
     "CHUNK_SIZE",
     "ChainDecomposition",
+    "ChainTables",
     "ChunkTree",
     "CostModel",
     "Microbatch",
@@ -18,6 +25,7 @@ __all__ = [
     "Schedule",
     "Work",
     "build_chunk_tree",
+    "chain_tables",
     "decompose_chains",
     "fit_coefficients",
     "min_linear_calls",

@@ -96,3 +96,56 @@ def _ranks(above: list[int], taps: str) -> tuple[list[int], list[int]]:
         else:
             second[up] = max(second[up], rank[node])
     return rank, heavy
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ChainTables:
+    """A decomposition as tables for kernels: ``R`` rounds of chains, ``Q`` chains of ``M`` nodes.
+
+    Attributes:
+        nodes: ``[M]`` chain after chain, each from its head down; chains ascend by round, then by head.
+        chain_ptr: ``[Q + 1]`` offsets of the chains in ``nodes``.
+        round_ptr: ``[R + 1]`` offsets of the rounds in the chains.
+        start_slot: ``[Q]`` slot of the state that a chain starts from, -1 for none; always left in an earlier round.
+        slot: ``[M]`` slot in which a node's outgoing state is left for chains of later rounds, -1 where none starts
+            from it. Chains that start below one node share its slot.
+        child_ptr: ``[M + 1]`` offsets in ``children``.
+        children: the nodes directly below each node, ascending.
+        num_slots: number of slots.
+    """
+
+    nodes: IntArray
+    chain_ptr: IntArray
+    round_ptr: IntArray
+    start_slot: IntArray
+    slot: IntArray
+    child_ptr: IntArray
+    children: IntArray
+    num_slots: int
+
+
+def chain_tables(parent: IntArray, chains: ChainDecomposition) -> ChainTables:
+    """Tables of the chains over a forest of nodes, ``parent`` as for :func:`decompose_chains`.
+
+    Complexity: O(M log M) NumPy work.
+    """
+    count = len(parent)
+    # A node's number is above its ancestors', so that number order within a chain runs down.
+    nodes = np.lexsort((np.arange(count), chains.head, chains.call))
+    first = np.flatnonzero(chains.head[nodes] == nodes)
+    above = parent[nodes[first]]
+    left = np.unique(above[above >= 0])
+    slot = np.full(count + 1, -1, np.int64)  # the last entry answers for "no node"
+    slot[left] = np.arange(len(left))
+    children = np.argsort(parent, kind="stable")[np.count_nonzero(parent < 0) :]
+    child_counts = np.bincount(parent[parent >= 0], minlength=count)
+    return ChainTables(
+        nodes=nodes,
+        chain_ptr=np.append(first, count),
+        round_ptr=np.searchsorted(chains.call[nodes[first]], np.arange(chains.num_calls + 1)),
+        start_slot=slot[above],
+        slot=slot[:-1],
+        child_ptr=np.append(0, np.cumsum(child_counts)),
+        children=children,
+        num_slots=len(left),
+    )
