@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import planted
+from support import planted, planted_windows
+
+from harts_hf.modeling.handoff import HandoffError
 
 TESTS = Path(__file__).parent
 TABLE = TESTS.parent / "docs" / "planted-bugs.md"
@@ -33,6 +35,7 @@ class Case:
         test: the test's function.
         arguments: of the function.
         failure: a pattern of the failing assertion and its message.
+        error: what is raised; an error of the code itself where it refuses what the bug does.
     """
 
     plant: Callable[[Any], None]
@@ -40,6 +43,7 @@ class Case:
     test: str
     arguments: dict[str, Any] = field(default_factory=dict)
     failure: str
+    error: type[Exception] = AssertionError
 
 
 PARITY, CONTRACT, LINEAR = (
@@ -48,6 +52,7 @@ PARITY, CONTRACT, LINEAR = (
     "kernels/test_linear_attention.py",
 )
 CORNERS = "trainers/test_corner_rows.py"
+WINDOWS, HANDOFF = "runtime/test_windows.py", "runtime/test_handoff.py"
 LOG_PROBS = r"log-probs of trajectory \d+ differ by"
 WRONG_GRADIENT = r"an error of .* times what is allowed"
 WRONG_TRAINING = r"[\w.]+: [\d.e+-]+, training moved it by"
@@ -62,6 +67,14 @@ def parity(plant: Callable[[Any], None], *, family: str = "qwen3_5_text", depth:
 def training(plant: Callable[[Any], None], name: str, *, file: str = CONTRACT, test: str = "test_grpo") -> Case:
     """Caught by the parameters after three steps of TRL's trainer on the same rollouts, under the options ``name``."""
     return Case(plant=plant, file=file, test=test, arguments={"name": name}, failure=WRONG_TRAINING)
+
+
+def window(
+    plant: Callable[[Any], None], *, test: str = "test_planned_windows", failure: str = LOG_PROBS, **options: Any
+) -> Case:
+    """Caught by the fp64 comparison of a tree that is cut into trunks inside trunks."""
+    arguments = {"family": "qwen3_5_text", "execution": "replay"}
+    return Case(plant=plant, file=WINDOWS, test=test, arguments=arguments, failure=failure, **options)
 
 
 CASES = [
@@ -82,7 +95,7 @@ CASES = [
     Case(
         plant=planted.later_labels_scored_as_the_first,
         file=PARITY,
-        test="test_tree_over_budget",
+        test="test_cuts_that_compute_prefixes_again",
         arguments={"family": "qwen3_5_text", "budget": 150},
         failure=WRONG_GRADIENT,
     ),
@@ -139,6 +152,34 @@ CASES = [
         arguments={"family": "qwen3_5_text", "accumulation": 1},
         failure=r"assert log\[.tree/forward_tokens.\]",
     ),
+    window(planted_windows.one_token_too_few_handed_over),
+    window(planted_windows.conv_rows_dropped),
+    window(planted_windows.handed_rows_in_another_order),
+    window(planted_windows.handed_states_in_bfloat16),
+    window(planted_windows.last_dependents_gradients_only, failure=WRONG_GRADIENT),
+    window(
+        planted_windows.exported_twice_under_recompute, test="test_activation_checkpointing", failure=WRONG_GRADIENT
+    ),
+    window(planted_windows.dependent_before_its_trunk, failure="before any forward of it", error=HandoffError),
+    window(
+        planted_windows.freed_before_the_recompute,
+        test="test_activation_checkpointing",
+        failure="which were freed or never computed",
+        error=HandoffError,
+    ),
+    Case(
+        plant=planted_windows.leaf_gradients_in_bfloat16,
+        file=HANDOFF,
+        test="test_bfloat16_gradients_are_summed_in_float32",
+        failure=r"assert keys\.grad\.flatten\(\)\.tolist\(\) == \[1\.5\] \* 3",
+    ),
+    Case(
+        plant=planted_windows.row_without_weight_scored,
+        file=HANDOFF,
+        test="test_overflowing_logits_of_a_trunk_without_loss",
+        arguments={"execution": "replay", "signs": (1.0, -1.0)},
+        failure="a gradient that is not finite",
+    ),
 ]
 
 
@@ -188,7 +229,7 @@ def test_is_caught(case, tmp_path, monkeypatch):
         run(case, tmp_path / "sound")
         _PASSED.add(key)
     case.plant(monkeypatch)
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(case.error) as caught:
         run(case, tmp_path / "planted")
     statement = traceback.extract_tb(caught.value.__traceback__)[-1].line
     assert re.search(case.failure, f"{statement}: {caught.value}")

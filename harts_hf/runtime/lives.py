@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from harts_hf.batch import Kind, TreeBatch
+from harts_hf.modeling.handoff import HandoffError
 from harts_hf.planner.execution import DUMMY, Op
 
 
@@ -26,6 +27,9 @@ def handoff_lives(ops: Sequence[Op], batches: Sequence[TreeBatch]) -> Lives:
     A forward of a trunk (``S`` or ``F``) makes its values. They live until the last op of a dependent before the
     trunk's next forward; that may be a ``B``, since activation checkpointing reads them again there. A forward that
     nobody reads keeps nothing.
+
+    Raises:
+        HandoffError: an op that reads the values of a trunk before any forward of it.
     """
     keeps = [False] * len(ops)
     drops: list[list[int]] = [[] for _ in ops]
@@ -41,6 +45,8 @@ def handoff_lives(ops: Sequence[Op], batches: Sequence[TreeBatch]) -> Lives:
         if index == DUMMY:
             continue
         for trunk in _trunks_of(batches[index]):
+            if trunk not in made:
+                raise HandoffError(f"microbatch {index} reads states of microbatch {trunk} before any forward of it")
             read[trunk] = place
         if kind in "SF":
             close(index)

@@ -194,24 +194,26 @@ def later_labels_scored_as_the_first(monkeypatch: Any) -> None:
     _wrap(monkeypatch, scoring, "token_logprobs", score)
 
 
+def _on_coefficients(monkeypatch: Any, change: Any) -> None:
+    """``change(coefficients)`` in place of the coefficients of entropies."""
+
+    def loss_coefficients(original: Any, *args: Any) -> Any:
+        loss, found = original(*args)
+        return loss, dataclasses.replace(found, entropy=change(found))
+
+    _wrap(monkeypatch, step.TreeStep, "_loss_coefficients", loss_coefficients)
+
+
 def entropy_of_clipped_tokens_dropped(monkeypatch: Any) -> None:
     """A label whose log-prob has no gradient is skipped, though its entropy has one."""
 
-    def loss_gradients(original: Any, *args: Any) -> Any:
-        loss, by_log_prob, by_entropy = original(*args)
-        return loss, by_log_prob, by_entropy * (by_log_prob != 0)
-
-    _wrap(monkeypatch, step.TreeStep, "_loss_gradients", loss_gradients)
+    _on_coefficients(monkeypatch, lambda found: found.entropy * (found.log_probs != 0))
 
 
 def entropy_dropped(monkeypatch: Any) -> None:
     """The gradient of the entropy bonus never reaches the model."""
 
-    def loss_gradients(original: Any, *args: Any) -> Any:
-        loss, by_log_prob, by_entropy = original(*args)
-        return loss, by_log_prob, torch.zeros_like(by_entropy)
-
-    _wrap(monkeypatch, step.TreeStep, "_loss_gradients", loss_gradients)
+    _on_coefficients(monkeypatch, lambda found: torch.zeros_like(found.entropy))
 
 
 def last_trajectory_wins(monkeypatch: Any) -> None:
@@ -281,13 +283,13 @@ def padding_in_the_tree(monkeypatch: Any) -> None:
 def normaliser_of_unique_tokens(monkeypatch: Any) -> None:
     """The loss is divided by the number of unique tokens instead of the trajectories' tokens."""
 
-    def loss_gradients(original: Any, self: Any, model: Any, slices: Any, indices: Any, *args: Any) -> Any:
+    def loss_coefficients(original: Any, self: Any, model: Any, slices: Any, indices: Any, *args: Any) -> Any:
         unique = len(np.unique(np.concatenate([index[index >= 0] for index in indices])))
         total = sum(int((index >= 0).sum()) for index in indices)
         slices = [{**one, "num_items_in_batch": one["num_items_in_batch"] * unique / total} for one in slices]
         return original(self, model, slices, indices, *args)
 
-    _wrap(monkeypatch, step.TreeStep, "_loss_gradients", loss_gradients)
+    _wrap(monkeypatch, step.TreeStep, "_loss_coefficients", loss_coefficients)
 
 
 def loss_not_divided_for_accumulation(monkeypatch: Any) -> None:
