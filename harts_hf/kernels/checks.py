@@ -1,8 +1,11 @@
-"""What every ``api.py`` does first: check its arguments and choose a backend."""
+"""What the operations share: checking arguments, choosing a backend and a dtype."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 
 def choose_backend(
@@ -70,3 +73,18 @@ def wide_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
         if tensor is not None:
             dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
+
+
+def exact_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward of an autograd function that is defined in the wide dtype.
+
+    A backward that is called inside an autocast region would have its products rounded to bf16.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        device = next((grad.device.type for grad in grads if grad is not None), "cpu")
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *grads)
+
+    return once_differentiable(run)

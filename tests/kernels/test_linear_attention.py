@@ -365,11 +365,16 @@ def test_unwritten_memory_is_never_read(rule):
 
 @both_rules
 def test_autocast_does_not_round_the_rule(rule):
-    """Under bf16 autocast the rule is computed in fp32 all the same."""
-    inputs = rule_inputs(rule, 70, dtype=torch.float32)
-    expected = RULES[rule](*inputs, path_tables(70)).output
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(RULES[rule](*inputs, path_tables(70)).output, expected)
+    """Inside a bf16 autocast region the rule and its backward are computed in fp32 all the same."""
+    results = []
+    for enabled in (False, True):
+        leaves = with_grad(rule_inputs(rule, 70, dtype=torch.float32))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            output = RULES[rule](*leaves, path_tables(70)).output
+            output.backward(torch.ones_like(output))
+        results.append([output, *(leaf.grad for leaf in leaves)])
+    for exact, cast in zip(*results, strict=True):
+        assert torch.equal(exact, cast)
 
 
 def test_agrees_with_transformers_in_bfloat16():

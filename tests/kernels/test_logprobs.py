@@ -165,3 +165,25 @@ def test_bad_input_is_named():
         token_logprobs(*leaves, one, one.int())
     with pytest.raises(ValueError, match="expected weight of shape"):
         token_logprobs(leaves[0], leaves[1][:, :3], None, one, one)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_agrees_with_the_cpu(dtype):
+    """The same path on a GPU: values and gradients of bf16 and fp32 inputs, sums over chunks in fp32."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    rows = torch.arange(9).repeat_interleave(2)
+    results = []
+    for device in ("cpu", "cuda"):
+        leaves = [x.to(device).requires_grad_() for x in tensors(9, dtype)]
+        labels = (rows * 7 + torch.arange(18)) % VOCABULARY
+        logp, entropy = token_logprobs(
+            *leaves, rows.to(device), labels.to(device), return_entropy=True, max_chunk_elements=4 * VOCABULARY
+        )
+        (logp.sum() + entropy.square().sum()).backward()
+        results.append([x.cpu() for x in (logp, entropy, *(leaf.grad for leaf in leaves))])
+    for mine, expected in zip(*results, strict=True):
+        # The products' sums of 6 or 23 terms may round to the neighbouring number of the dtype.
+        step = torch.finfo(dtype).eps * expected.abs().max().item()
+        torch.testing.assert_close(mine, expected, rtol=0, atol=8 * step)

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from harts_hf.batch import AttentionIntervals
-from harts_hf.kernels.checks import wide_dtype
+from harts_hf.kernels.checks import exact_backward, wide_dtype
 
 # Small enough to skip much of what a block cannot see (a chain of 1,024 rows: 1.4 times as fast as in one block).
 _QUERY_BLOCK = 256
@@ -60,7 +59,7 @@ class _TreeAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @exact_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
         dtype = wide_dtype(query)

@@ -1,9 +1,8 @@
 """What both rules share within a chunk."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 # Diagonal blocks up to this size are inverted by substitution, larger ones by products of their halves.
 _SUBSTITUTION_BLOCK = 16
@@ -20,31 +19,6 @@ class ChunkParts(NamedTuple):
     decay: torch.Tensor
 
 
-class SolveChunk(torch.autograd.Function):
-    """``(I + system)^-1`` times keys and values (the UT transform, arXiv 2406.06484).
-
-    Inputs: ``system`` ``[M, h, C, C]`` strictly lower triangular, ``keys`` ``[M, h, C, K]``, ``values``
-    ``[M, h, C, V]``, contiguous. Outputs: products of the shapes of keys and of values.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, system: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        inverse = unit_lower_inverse(system)
-        reads, new_values = bmm(inverse, keys), bmm(inverse, values)
-        ctx.save_for_backward(inverse, reads, new_values)
-        return reads, new_values
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_reads: torch.Tensor, grad_new_values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        inverse, reads, new_values = ctx.saved_tensors
-        return solve_backward(inverse, reads, new_values, grad_reads, grad_new_values)
-
-
 def solve_backward(
     inverse: torch.Tensor,
     reads: torch.Tensor,
@@ -52,7 +26,9 @@ def solve_backward(
     grad_reads: torch.Tensor,
     grad_new_values: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of :class:`SolveChunk`'s inputs; that of the system is strictly lower triangular."""
+    """Backward of ``reads = (I + system)^-1 keys`` and ``new_values = (I + system)^-1 values`` (UT transform, arXiv
+    2406.06484): gradients of system (strictly lower triangular), keys and values.
+    """
     grad_keys, grad_values = bmm(inverse.mT, grad_reads), bmm(inverse.mT, grad_new_values)
     grad_system = bmm(grad_keys, reads.mT)
     grad_system += bmm(grad_values, new_values.mT)
@@ -92,6 +68,11 @@ def diagonal_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
 def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Product over the last two of four dimensions; a batched one, whose rounding does not depend on the batch."""
     return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
+
+
+def dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Row by row products over the last dimension."""
+    return (x * y).sum(dim=-1)
 
 
 def _block_bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

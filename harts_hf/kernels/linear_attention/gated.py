@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from harts_hf.kernels.linear_attention.chunk import ChunkParts, bmm, solve_backward, unit_lower_inverse
+from harts_hf.kernels.checks import exact_backward
+from harts_hf.kernels.linear_attention.chunk import ChunkParts, bmm, dot, solve_backward, unit_lower_inverse
 
 
 def gated_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> ChunkParts:
@@ -48,7 +48,7 @@ class _GatedChunks(torch.autograd.Function):
         return query, scores, reads, new_values, writes, decay_until[..., -1:].contiguous()
 
     @staticmethod
-    @once_differentiable
+    @exact_backward
     def backward(
         ctx: Any,
         grad_query: torch.Tensor,
@@ -62,14 +62,14 @@ class _GatedChunks(torch.autograd.Function):
         groups = v.shape[1] // k.shape[1]
         grad_system, grad_keys, grad_values = solve_backward(inverse, reads, new_values, grad_reads, grad_new_values)
 
-        keys_seen = _dot(grad_keys, _repeat(k, groups)) * until
-        grad_beta = keys_seen + _dot(grad_values, v) + _dot(grad_system, key_scores)
+        keys_seen = dot(grad_keys, _repeat(k, groups)) * until
+        grad_beta = keys_seen + dot(grad_values, v) + dot(grad_system, key_scores)
         grad_key_scores = grad_system.mul_(beta[..., None])
 
         # Exponents: those between two slots, then those from the chunk's start.
         between = (grad_scores * scores).addcmul_(grad_key_scores, key_scores)
-        between[..., -1, :] += _dot(grad_writes, writes)
-        from_start = _dot(grad_query, query) + keys_seen * beta
+        between[..., -1, :] += dot(grad_writes, writes)
+        from_start = dot(grad_query, query) + keys_seen * beta
         from_start[..., -1:] += grad_decay * until[..., -1:]
         ones = torch.ones_like(between[0, 0])
         after = ones.triu().expand_as(between)  # row t adds the rows from t on
@@ -84,10 +84,6 @@ class _GatedChunks(torch.autograd.Function):
         grad_k += bmm(scores_by_head.mT, q)
         grad_k += bmm(keys_by_head + keys_by_head.mT, k)
         return grad_q, grad_k, grad_values.mul_(beta[..., None]), grad_g, grad_beta
-
-
-def _dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (x * y).sum(dim=-1)
 
 
 def _repeat(x: torch.Tensor, groups: int) -> torch.Tensor:

@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from harts_hf.kernels.checks import exact_backward
 from harts_hf.kernels.linear_attention.order import Level, LevelOrder
 from harts_hf.kernels.linear_attention.routing import gradient_places
 
@@ -70,7 +70,7 @@ class ChunkScan(torch.autograd.Function):
         return outputs.transpose(1, 2)[places // size, places % size], exports
 
     @staticmethod
-    @once_differentiable
+    @exact_backward
     def backward(
         ctx: Any, grad_rows: torch.Tensor | None, grad_exports: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from harts_hf.kernels.checks import wide_dtype
+from harts_hf.kernels.checks import exact_backward, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    @once_differentiable
+    @exact_backward
     def backward(
         ctx: Any, grad_logp: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
@@ -125,27 +124,32 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         used_weight = weight.to(head.compute_dtype)
-        wide_weight = (
-            used_weight.to(wide) if needs_hidden and (grad_logp is not None or grad_entropy is not None) else None
-        )
         for chunk in _chunks(rows, ctx.chunk_rows) if grad_logp is not None or grad_entropy is not None else ():
-            chunk_hidden = hidden.index_select(0, chunk.rows)
+            chunk_hidden = hidden.index_select(0, chunk.rows).to(head.compute_dtype)
             z, tanh = head.cap_(head.product(chunk_hidden, used_weight, bias))
             grad = _logits_gradient(z, chunk, labels, grad_logp, grad_entropy)
             # Rounded to the dtype of the product, as autograd would, but multiplied and summed in the wide one.
-            grad = head.cap_backward_(grad, tanh).to(head.compute_dtype).to(wide)
+            grad = head.cap_backward_(grad, tanh).to(head.compute_dtype)
             if grad_hidden is not None:
-                grad_hidden[chunk.rows] = (grad @ wide_weight).to(hidden.dtype)
+                total = grad.new_zeros(len(grad), weight.shape[1], dtype=wide)
+                grad_hidden[chunk.rows] = _add_product_(total, grad, used_weight).to(hidden.dtype)
             if grad_weight is not None:
-                grad_weight.addmm_(grad.T, chunk_hidden.to(head.compute_dtype).to(wide))
+                _add_product_(grad_weight, grad.T, chunk_hidden)
             if grad_bias is not None:
-                grad_bias += grad.sum(dim=0)
+                grad_bias += grad.sum(dim=0, dtype=wide)
         return (
             grad_hidden,
             grad_weight.to(weight.dtype) if grad_weight is not None else None,
             grad_bias.to(bias.dtype) if grad_bias is not None else None,
             *(None,) * 5,
         )
+
+
+def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``total += a @ b`` in the wide dtype of ``total``, without rounding the product first."""
+    if total.is_cuda and a.dtype != total.dtype:  # tensor cores multiply bf16 and add in fp32
+        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    return total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _with_gradient(
