@@ -432,3 +432,25 @@ def test_same_plan_in_every_process():
         for seed in ("0", "1", "4242")
     }
     assert len(outputs) == 1
+
+
+def test_common_root_of_prompts_is_repeated_per_rank():
+    """A system prompt shared by four prompts: on two ranks each computes it once, one of them owns it."""
+    # Root of 8, four prompts of 40 with two answers of 4 each.
+    parent = [-1, *[0] * 4, *[prompt for prompt in range(1, 5) for _ in range(2)]]
+    tree = RolloutTree.from_shape(parent, [8, *[40] * 4, *[4] * 8], range(5, 13))
+    config = PlannerConfig(max_tokens_per_microbatch=1000, chunk_size=4, world_size=2, sharing="always")
+    schedule = plan_window(tree, config)
+    schedule.validate()
+    assert [m.num_rows for m in schedule.microbatches] == [8 + 2 * 48] * 2
+    assert sum(m.owned[:8].all() for m in schedule.microbatches) == 1
+    assert schedule.forward_tokens == tree.num_tokens + 8
+
+
+def test_whole_paths_under_a_limit_of_graphs():
+    """Without handoff a path longer than max_graph_tokens has no schedule; the longest path is named."""
+    tree = RolloutTree.from_shape([-1, 0, 0], [4, 30, 9], [1, 2])
+    config = {"chunk_size": 4, "sharing": "always", "handoff": False}
+    with pytest.raises(ValueError, match="smallest that works with these settings is max_graph_tokens=34"):
+        plan_window(tree, PlannerConfig(**config, max_graph_tokens=20))
+    plan_window(tree, PlannerConfig(**config, max_graph_tokens=34)).validate()
