@@ -9,7 +9,8 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.utils import unwrap_model_for_generation
 
 from harts_hf.rollouts.decoding import LockstepDecoder, TokenSampler
-from harts_hf.rollouts.sampler import EnvironmentFactory, Rollout, TreeSampler, TreeShape
+from harts_hf.rollouts.environment import EnvironmentFactory
+from harts_hf.rollouts.sampler import Rollout, TreeSampler, TreeShape
 
 
 class TreeRolloutCollector:

@@ -25,6 +25,7 @@ A worked example: guess a digit within two tries, with a hint after the first::
 import copy
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 from transformers import PreTrainedTokenizerBase
@@ -95,6 +96,10 @@ class Environment(ABC):
             ValueError: this environment has none of its own.
         """
         raise ValueError(f"{type(self).__name__} has no tokenizer of its own: set model_name_or_path")
+
+
+# Makes a new environment: its class, or anything that can be called without arguments.
+EnvironmentFactory = Callable[[], Environment]
 
 
 def load_object(path: str) -> Any:

@@ -1,7 +1,7 @@
 """Samples rollout trees: conversations that fork at chosen turns, environment and model cache forked with them."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -239,6 +239,3 @@ class TreeSampler:
         conversation.turn += 1
         conversation.turn_tokens = 0
         return False
-
-
-EnvironmentFactory = Callable[[], Environment]
