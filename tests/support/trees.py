@@ -32,10 +32,11 @@ def random_trajectories(seed: int, *, vocab: int, count: int = 7, max_piece: int
     return rows
 
 
-def real_trajectories(
-    folder: Path, name: str, *, group: int, vocab: int, max_tokens: int, skip: int = 0
-) -> list[np.ndarray]:
-    """Trajectories of a real group: ``max_tokens`` positions from ``skip`` on, ids folded into ``vocab``."""
+def real_trajectories(folder: Path, name: str, *, group: int, vocab: int, max_tokens: int) -> list[np.ndarray]:
+    """Trajectories of a real group, ids folded into ``vocab``: the ``max_tokens`` positions with most branches.
+
+    Real prompts are long: the first ``max_tokens`` positions would be one path, many times.
+    """
     data = np.load(folder / "trees" / f"{name}.npz")
     tree = RolloutTree.from_shape(
         data[f"{group}/parent"],
@@ -43,5 +44,11 @@ def real_trajectories(
         data[f"{group}/sample_node"],
         data[f"{group}/tokens"],
     )
-    rows = [tree.token_ids[tree.path(i)][skip : skip + max_tokens] for i in range(tree.num_trajectories)]
-    return [row % (vocab - 2) + 2 for row in rows if len(row) > 1]
+    branches = np.sort(tree.depth[tree.num_children > 1])
+    starts = np.maximum(branches - 20, 0)
+    inside = np.searchsorted(branches, starts + max_tokens - 20) - np.searchsorted(branches, starts)
+    start = int(starts[inside.argmax()])
+    rows = [tree.token_ids[tree.path(i)][start : start + max_tokens] for i in range(tree.num_trajectories)]
+    rows = [row % (vocab - 2) + 2 for row in rows if len(row) > 1]
+    assert (RolloutTree.from_trajectories(rows).num_children > 1).any()
+    return rows

@@ -1,0 +1,166 @@
+"""`harts verify`: compares tree and expanded computation on your model and your rollouts, with a verdict."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+DESCRIPTION = """\
+Computes log-probs and gradients of sampled trajectories on the tree and, with the unpatched model, one trajectory at a
+time, again, and in padded batches; compares them with one another and with a float64 copy of the model where that fits
+into memory. The last line is the verdict: PASS, or FAIL and why; the exit status is 0, or 1, or 2 for a model or an
+input that cannot be used.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    options = _parser().parse_args(argv)
+    try:
+        report = _run(options)
+    except (ValueError, OSError) as error:
+        print(f"harts verify: {error}", file=sys.stderr)
+        return 2
+    return 0 if report["passed"] else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="harts verify", description=DESCRIPTION)
+    parser.add_argument("rollouts", metavar="ROLLOUTS", help="rollout or shape file (.jsonl, .jsonl.gz, .parquet)")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="M",
+        help="model folder or name; a config (.json, or a folder with nothing else) gets random weights",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=2048,
+        help="expanded tokens of each draw of trajectories (default: %(default)s)",
+    )
+    parser.add_argument("--draws", type=int, default=5, help="draws of trajectories (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens-per-microbatch",
+        type=int,
+        default=16384,
+        help="network rows of one forward of the tree (default: %(default)s)",
+    )
+    parser.add_argument("--no-oracle", action="store_true", help="do not compare with float64")
+    parser.add_argument("--seed", type=int, default=0, help="of draws, weights and random models")
+    parser.add_argument("--tokenizer", help="name or folder, for rows with messages (default: the model's)")
+    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from harts_hf.planner import PlannerConfig
+    from harts_hf.rollouts.files import read_rollouts
+    from harts_hf.runtime.verdict_report import format_verdict
+    from harts_hf.runtime.verification import verify
+
+    if options.draws < 1:
+        raise ValueError(f"expected at least one draw, got {options.draws}")
+    planner = PlannerConfig(max_tokens_per_microbatch=options.max_tokens_per_microbatch, sharing="always")
+    groups = read_rollouts(options.rollouts, _tokenizer(options))
+    model = _load(options.model, getattr(torch, options.dtype), options.seed).to(options.device).eval()
+    samples = _samples(groups, model, options)
+    about = {**_about(model, options), **_about_samples(samples)}
+    print("\n".join(f"{name:<10}{text}" for name, text in about.items()), end="\n\n")
+    verdict = verify(
+        model,
+        [sample.trajectories for sample in samples],
+        planner=planner,
+        with_oracle=not options.no_oracle,
+        seed=options.seed,
+        progress=_progress if sys.stderr.isatty() else lambda step: None,
+    )
+    print(format_verdict(verdict))
+    report = {"about": about, **verdict.to_dict()}
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def _progress(step: str) -> None:
+    print(f"\r{step:<30}", end="\r", file=sys.stderr)
+
+
+def _tokenizer(options: argparse.Namespace) -> Any:
+    name = options.tokenizer
+    if name is None:
+        if not (Path(options.model) / "tokenizer_config.json").is_file():
+            return None
+        name = options.model
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
+
+
+def _load(name: str, dtype: Any, seed: int) -> Any:
+    """A pretrained model, or a random one where only a configuration is given."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # how fast the expanded computation is does not matter here
+    path = Path(name)
+    has_weights = path.is_dir() and any(path.glob("*.safetensors"))
+    if has_weights or not path.exists():
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    if path.is_file():
+        content = json.loads(path.read_text())
+        if "model_type" not in content:
+            raise ValueError(f"expected a configuration with model_type in {name}, got none")
+        config = AutoConfig.for_model(**content)
+    else:
+        config = AutoConfig.from_pretrained(name)
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _samples(groups: Any, model: Any, options: argparse.Namespace) -> list[Any]:
+    from harts_hf.runtime.sampling import sample_trajectories
+
+    trees = [group.tree for group in groups]
+    vocab_size = model.get_input_embeddings().num_embeddings
+    return [
+        sample_trajectories(trees, max_tokens=options.max_tokens, vocab_size=vocab_size, seed=options.seed + draw)
+        for draw in range(options.draws)
+    ]
+
+
+def _about(model: Any, options: argparse.Namespace) -> dict[str, str]:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    versions = ", ".join(f"{name} {version(name)}" for name in ("harts_hf", "torch", "transformers"))
+    return {
+        "model": f"{options.model}: {model.config.model_type}, {parameters:,} parameters, {options.dtype} on "
+        f"{options.device}",
+        "rollouts": options.rollouts,
+        "versions": f"{versions}; seed {options.seed}",
+    }
+
+
+def _about_samples(samples: Sequence[Any]) -> dict[str, str]:
+    from harts_hf.tree import RolloutTree
+
+    trees = [RolloutTree.from_trajectories(sample.trajectories) for sample in samples]
+    expanded, unique = (sum(getattr(t, key) for t in trees) for key in ("num_expanded_tokens", "num_tokens"))
+    notes = [
+        "trajectories cut to fit" if any(sample.is_cut for sample in samples) else "",
+        "tokens drawn at random" if any(sample.is_filled for sample in samples) else "",
+        "NOTHING IS SHARED" if expanded == unique else "",
+        "NOTHING BRANCHES" if not any((tree.num_children > 1).any() for tree in trees) else "",
+    ]
+    text = (
+        f"{len(samples)}, of {sum(tree.num_trajectories for tree in trees)} trajectories, {expanded:,} tokens, "
+        f"{unique:,} unique (ratio {expanded / unique:.2f})"
+    )
+    return {"draws": "; ".join([text, *filter(None, notes)])}

@@ -1,0 +1,71 @@
+"""A verdict as text."""
+
+from collections.abc import Sequence
+
+from harts_hf.runtime.verdict import AGAIN, BATCHED, EXPANDED, ORACLE, POOLED_FACTOR, SINGLE_FACTOR, TREE, Verdict
+
+
+def format_verdict(verdict: Verdict) -> str:
+    """Tables of what was compared; the last line is ``PASS`` or ``FAIL: ...``."""
+    sections = [_log_probs(verdict), _gradients(verdict), _conclusion(verdict)]
+    return "\n\n".join(sections)
+
+
+def _log_probs(verdict: Verdict) -> str:
+    rows = [["log-probs", "largest", "RMS"]]
+    rows += [[f"{way} - {EXPANDED}", *_two(verdict.differences[way])] for way in (AGAIN, BATCHED, TREE)]
+    rows += [[f"{way} - {ORACLE}", *_two(verdict.errors[way])] for way in verdict.errors]
+    return _table(rows)
+
+
+def _two(difference: object) -> list[str]:
+    return [f"{getattr(difference, name):.2e}" for name in ("largest", "rms")]
+
+
+def _gradients(verdict: Verdict) -> str:
+    has_oracle = verdict.reference == ORACLE
+    ways = (EXPANDED, AGAIN, BATCHED, TREE) if has_oracle else (AGAIN, BATCHED, TREE)
+    baseline = EXPANDED if has_oracle else BATCHED
+    rows = [["gradients of", "tensors", *ways, f"{TREE} / {baseline}", "limit", "worst tensor"]]
+    rows += [
+        [
+            kind.kind,
+            str(kind.num_tensors),
+            *(f"{kind.errors[way]:.2e}" for way in ways),
+            f"{kind.ratio:.2f}",
+            f"{kind.limit:.2f}",
+            f"{kind.worst_ratio:.2f}",
+        ]
+        for kind in verdict.kinds
+    ]
+    if has_oracle:
+        note = (
+            f"RMS errors against float64, of the gradients' RMS. Limit: {POOLED_FACTOR}x expanded's error beyond the "
+            f"scatter between the\ndraws (99.9 %; more draws make it sharper), at most {SINGLE_FACTOR:g}x; a single "
+            f"tensor: {SINGLE_FACTOR:g}x."
+        )
+    else:
+        note = (
+            "RMS differences from expanded, of the gradients' RMS. No oracle: only errors far above rounding would "
+            "be seen here."
+        )
+    return f"{_table(rows)}\n{note}"
+
+
+def _conclusion(verdict: Verdict) -> str:
+    failures = verdict.failures
+    lines = [f"{check.name}: {check.value:.3g}, at most {check.limit:.3g} expected" for check in failures]
+    if verdict.passed:
+        return f"PASS: {len(verdict.checks)} checks" + ("" if verdict.reference == ORACLE else ", without an oracle")
+    return "\n".join([*lines, f"FAIL: {len(failures)} of {len(verdict.checks)} checks, the first: {failures[0].name}"])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )

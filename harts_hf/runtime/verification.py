@@ -1,0 +1,112 @@
+"""Whether tree training computes what training without sharing does, on a given model and given trajectories.
+
+Rounding makes any two ways of computing a model differ, so every figure of the tree stands beside the same figure of
+the expanded computation (the unpatched model, one trajectory at a time), and beside what running that again, or in
+padded batches in another order, changes.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from harts_hf.modeling import patch, unpatch
+from harts_hf.modeling.kinds import parameter_kinds
+from harts_hf.planner import PlannerConfig
+from harts_hf.runtime.measuring import Measured, build_oracle, measure_expanded, measure_oracle, measure_tree
+from harts_hf.runtime.verdict import AGAIN, BATCHED, EXPANDED, ORACLE, TREE, SquaredErrors, Verdict, judge
+from harts_hf.tree import IntArray
+
+
+def verify(
+    model: nn.Module,
+    draws: Sequence[Sequence[IntArray]],
+    *,
+    planner: PlannerConfig | None = None,
+    with_oracle: bool = True,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda step: None,
+) -> Verdict:
+    """Computes log-probs and gradients of every draw in several ways and compares them.
+
+    The gradients are those of the sum of all log-probs, each with a normal random weight of its own, so a token that
+    several trajectories share has several weights.
+
+    Args:
+        model: a causal language model of a supported family in float32 or bfloat16; it is left unpatched.
+        draws: trajectories of each draw, ``[L]`` token ids, at least two each. Errors scatter from draw to draw, so
+            one draw judges by the widest limits only. Draws of the same trajectories differ in their weights, but
+            round alike, and count as one.
+        planner: how the tree is run; sharing always if None.
+        with_oracle: whether to compare with float64 (where it fits into memory).
+        seed: of the weights.
+        progress: called with the name of each step before it is taken.
+
+    Raises:
+        UnsupportedModelError: a model that tree training does not support.
+        ValueError: no draws.
+    """
+    if not draws:
+        raise ValueError("expected at least one draw of trajectories, got none")
+    unpatch(patch(model))  # refuses what is not supported before anything is computed
+    planner = planner or PlannerConfig(sharing="always")
+    kinds = parameter_kinds(model)
+    oracle = build_oracle(model) if with_oracle else None
+    log_probs: dict[str, list[torch.Tensor]] = {}
+    squared_errors: SquaredErrors = {}
+    squares: dict[str, list[float]] = {}
+    places: dict[bytes, int] = {}
+    for number, trajectories in enumerate(draws):
+        place = places.setdefault(b"|".join(tokens.tobytes() for tokens in trajectories), len(places))
+        ways = _measure(model, oracle, trajectories, _weights(trajectories, seed + number), planner, progress)
+        for way, measured in ways.items():
+            if place == len(log_probs.setdefault(way, [])):
+                log_probs[way].append(measured.log_probs.cpu())
+        reference = ways.pop(ORACLE, ways[EXPANDED]).gradients
+        for name, exact in reference.items():
+            _add(squares.setdefault(name, []), place, exact)
+            for way, measured in ways.items():
+                error = measured.gradients[name].double() - exact
+                _add(squared_errors.setdefault(name, {}).setdefault(way, []), place, error)
+    return judge(
+        log_probs,
+        squared_errors,
+        squares,
+        kinds,
+        epsilon=torch.finfo(next(model.parameters()).dtype).eps,
+        num_layers=len(model.config.layer_types),  # type: ignore[union-attr, arg-type]
+    )
+
+
+def _add(sums: list[float], place: int, values: torch.Tensor) -> None:
+    """Adds the sum of squares to the sum at ``place``, which may be the next new one."""
+    square = values.double().square().sum().item()
+    if place == len(sums):
+        sums.append(square)
+    else:
+        sums[place] += square
+
+
+def _measure(
+    model: nn.Module,
+    oracle: nn.Module | None,
+    trajectories: Sequence[IntArray],
+    weights: Sequence[torch.Tensor],
+    planner: PlannerConfig,
+    progress: Callable[[str], None],
+) -> dict[str, Measured]:
+    ways = {}
+    for way, batch_size in ((EXPANDED, 1), (AGAIN, 1), (BATCHED, 2)):
+        progress(way)
+        ways[way] = measure_expanded(model, trajectories, weights, batch_size=batch_size)
+    progress(TREE)
+    ways[TREE] = measure_tree(model, trajectories, weights, planner)
+    if oracle is not None:
+        progress(ORACLE)
+        ways[ORACLE] = measure_oracle(oracle, trajectories, weights)
+    return ways
+
+
+def _weights(trajectories: Sequence[IntArray], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(len(tokens) - 1, generator=generator) for tokens in trajectories]

@@ -1,0 +1,135 @@
+"""`harts verify`: passes on sound code, fails when a bug is planted, refuses what it cannot use."""
+
+import json
+
+import numpy as np
+import pytest
+from support import planted
+from support.models import VOCAB, tiny_model
+from support.trees import real_trajectories
+
+from harts_hf.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory, data_dir):
+    """Two real groups with their tokens, cut to size, as a rollout file."""
+    path = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
+    lines = []
+    for name, group in (("vmcts_dafny_bst", 1), ("lats_webshop", 0)):
+        rows = real_trajectories(data_dir, name, group=group, vocab=VOCAB, max_tokens=140)
+        chosen = rows[:: max(1, len(rows) // 5)][:5]
+        lines += [json.dumps({"group": name, "token_ids": row.tolist()}) for row in chosen]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of tiny models by family."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in ("bailing_hybrid", "qwen3_5_text"):
+        tiny_model(family, seed=3).save_pretrained(folder / family)
+    return folder
+
+
+def run(*arguments, capsys):
+    """Exit status and printed lines."""
+    status = main(["verify", *map(str, arguments)])
+    return status, capsys.readouterr()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_5_text"])
+def test_passes_on_real_rollouts(family, dtype, models, rollouts, tmp_path, capsys):
+    """Exit status 0, PASS on the last line, and every figure in the JSON file; the tree is cut into microbatches."""
+    report_file = tmp_path / "report.json"
+    status, output = run(
+        *("--model", models / family, rollouts, "--dtype", dtype, "--json", report_file),
+        *("--max-tokens", 700, "--max-tokens-per-microbatch", 256, "--draws", 3),
+        capsys=capsys,
+    )
+    assert status == 0, output.out
+    assert output.out.splitlines()[-1].startswith("PASS")
+    report = json.loads(report_file.read_text())
+    assert report["passed"] and report["reference"] == "oracle"
+    assert {kind["kind"] for kind in report["kinds"]} >= {"A_log", "dt_bias", "convolutions", "norms", "head"}
+    assert all(check["value"] <= check["limit"] for check in report["checks"])
+    # Nothing is compared with itself: tree and expanded differ from float64, by more than nothing.
+    assert 0 < report["errors"]["tree"]["rms"] < (1e-5 if dtype == "float32" else 0.1)
+    assert all(kind["errors"]["expanded"] > 0 for kind in report["kinds"])
+
+
+PLANTS = [planted.sequential_positions, planted.one_label_per_row, planted.conv_over_branches]
+
+
+@pytest.mark.parametrize(
+    ("plant", "with_oracle"),
+    # A token that is missing 60 positions earlier changes less than what is excused without an oracle.
+    [*((plant, True) for plant in (*PLANTS, planted.replay_one_token_short)), *((plant, False) for plant in PLANTS)],
+    ids=lambda value: getattr(value, "__name__", f"oracle-{value}"),
+)
+def test_fails_with_a_bug_planted(plant, with_oracle, models, rollouts, monkeypatch, capsys):
+    """Exit status 1 and FAIL with the reason on the last line."""
+    plant(monkeypatch)
+    status, output = run(
+        *("--model", models / "qwen3_5_text", rollouts, "--max-tokens", 700, "--draws", 1),
+        *([] if with_oracle else ["--no-oracle"]),
+        capsys=capsys,
+    )
+    assert status == 1
+    assert output.out.splitlines()[-1].startswith("FAIL: ")
+
+
+def test_a_bug_of_the_backward_alone_fails(models, rollouts, monkeypatch, capsys):
+    """Where log-probs are right and gradients are not, the gradients fail."""
+    planted.later_labels_scored_as_the_first(monkeypatch)
+    arguments = ("--model", models / "qwen3_5_text", rollouts, "--max-tokens", 700, "--draws", 1)
+    status, output = run(*arguments, "--max-tokens-per-microbatch", 150, capsys=capsys)
+    assert status == 1
+    last = output.out.splitlines()[-1]
+    assert last.startswith("FAIL: ") and "the first: gradient" in last
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_shapes_and_configurations(form, data_dir, tmp_path, capsys):
+    """A shape file is filled with tokens, and a configuration with weights; groups that don't fit are cut."""
+    config = tiny_model("olmo_hybrid").config
+    config.vocab_size = 300
+    config.save_pretrained(tmp_path)
+    model = tmp_path / "config.json" if form == "file" else tmp_path
+    shapes = data_dir / "shapes" / "tot_game24.jsonl.gz"
+    status, output = run("--model", model, shapes, "--max-tokens", 400, "--draws", 2, "--no-oracle", capsys=capsys)
+    assert status == 0, output.out
+    assert "trajectories cut to fit; tokens drawn at random" in output.out
+
+
+def test_unsupported_models_are_named(tmp_path, rollouts, capsys):
+    """Exit status 2 with the message of the UnsupportedModelError, before anything is computed."""
+    tiny_model("qwen3_5_text", attention_dropout=0.1).config.save_pretrained(tmp_path)
+    status, output = run("--model", tmp_path, rollouts, capsys=capsys)
+    assert status == 2
+    assert "expected dropout 0 everywhere, got config.attention_dropout = 0.1" in output.err
+
+
+def test_input_that_cannot_be_used_is_named(models, rollouts, tmp_path, capsys):
+    """A missing file, a bad number of draws, token ids beyond the vocabulary: exit status 2 and what was expected."""
+    model = models / "qwen3_5_text"
+    assert run("--model", model, tmp_path / "none.jsonl", capsys=capsys)[0] == 2
+    status, output = run("--model", model, rollouts, "--draws", 0, capsys=capsys)
+    assert status == 2 and "at least one draw" in output.err
+    large = tmp_path / "large.jsonl"
+    large.write_text(json.dumps({"group": 0, "token_ids": [1, VOCAB + 5]}))
+    status, output = run("--model", model, large, capsys=capsys)
+    assert status == 2 and f"below the vocabulary size {VOCAB}, got {VOCAB + 5}" in output.err
+
+
+def test_report_counts_what_is_shared(models, rollouts, tmp_path, capsys):
+    """A file without sharing says so."""
+    rng = np.random.default_rng(0)
+    rows = [[3 + i, *rng.integers(2, VOCAB, 20).tolist()] for i in range(3)]
+    alone = tmp_path / "alone.jsonl"
+    alone.write_text("\n".join(json.dumps({"group": 0, "token_ids": row}) for row in rows))
+    arguments = ("--model", models / "qwen3_5_text", "--draws", 1, "--no-oracle")
+    assert "NOTHING IS SHARED" in run(*arguments, alone, capsys=capsys)[1].out
+    assert "NOTHING IS SHARED" not in run(*arguments, rollouts, capsys=capsys)[1].out

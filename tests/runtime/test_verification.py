@@ -1,0 +1,151 @@
+"""The parts of verification: sampling, kinds of parameters, the ways of computing, and the limits."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from support.models import FAMILIES, VOCAB, tiny_model
+from support.oracle import float64_everywhere
+from support.trees import branching, random_trajectories
+
+from harts_hf import RolloutTree
+from harts_hf.modeling.kinds import parameter_kinds
+from harts_hf.runtime.measuring import measure_expanded
+from harts_hf.runtime.sampling import random_tokens, sample_trajectories
+from harts_hf.runtime.verdict import AGAIN, BATCHED, EXPANDED, ORACLE, TREE, judge
+from harts_hf.runtime.verification import verify
+
+
+def trees(count: int = 4) -> list[RolloutTree]:
+    """Random groups."""
+    return [RolloutTree.from_trajectories(random_trajectories(seed, vocab=VOCAB)) for seed in range(count)]
+
+
+def test_whole_groups_are_taken_while_they_fit():
+    """Every trajectory of a taken group is there, and the budget holds; the seed decides."""
+    groups = trees()
+    budget = sum(tree.num_expanded_tokens for tree in groups[:2])
+    samples = [sample_trajectories(groups, max_tokens=budget, vocab_size=VOCAB, seed=seed) for seed in (0, 0, 1)]
+    for sample in samples:
+        assert sum(map(len, sample.trajectories)) <= budget
+        assert not sample.is_cut and not sample.is_filled
+        assert len(sample.trajectories) == 7 * sample.num_groups
+    as_lists = [[row.tolist() for row in sample.trajectories] for sample in samples]
+    assert as_lists[0] == as_lists[1] != as_lists[2]
+
+
+@pytest.mark.parametrize("budget", [2, 40, 150])
+def test_a_group_that_does_not_fit_is_cut_around_a_branch(budget):
+    """Neighbours are cut to windows: within the budget, at least two tokens each, and sharing where there is room."""
+    trunk = np.arange(500) % 40
+    rows = [np.concatenate([trunk, [40 + i], trunk[: 30 * i]]) for i in range(4)]
+    sample = sample_trajectories([RolloutTree.from_trajectories(rows)], max_tokens=budget, vocab_size=VOCAB)
+    assert sample.is_cut and sum(map(len, sample.trajectories)) <= budget
+    assert all(len(row) > 1 for row in sample.trajectories)
+    if budget == 150:
+        tree = RolloutTree.from_trajectories(sample.trajectories)
+        assert tree.num_children.max() > 1 and tree.sharing_ratio > 1.3
+
+
+def test_random_tokens_differ_between_siblings():
+    """A shape gets tokens that merge to the very same tree, roots included."""
+    shape = RolloutTree.from_shape([-1, 0, 0, 0, 2, -1], [3, 2, 1, 4, 2, 1], [1, 2, 3, 4, 5, 0])
+    tokens = random_tokens(shape, 4, np.random.default_rng(0))
+    assert tokens.min() >= 0 and tokens.max() < 4
+    again = RolloutTree.from_trajectories([tokens[shape.path(i)] for i in range(shape.num_trajectories)])
+    assert again.num_tokens == shape.num_tokens
+    assert sorted(again.occurrence_counts) == sorted(shape.occurrence_counts)
+    with pytest.raises(ValueError, match="at most 2 siblings"):
+        random_tokens(shape, 2, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_has_a_kind(family):
+    """Each family has gates, A_log and dt_bias as kinds of their own, in its linear layers only."""
+    kinds = parameter_kinds(tiny_model(family))
+    expected = {"A_log", "dt_bias", "convolutions", "norms", "embeddings", "head", "attention projections"}
+    assert set(kinds.values()) >= expected | {"linear attention gates", "linear attention projections"}
+    assert {name for name, kind in kinds.items() if kind == "A_log"} == {n for n in kinds if n.endswith("A_log")}
+    of_full_layer = {kind for name, kind in kinds.items() if ".layers.1." in name}
+    assert not of_full_layer & {"A_log", "convolutions", "linear attention gates", "linear attention projections"}
+    assert ("experts" in kinds.values()) == ("routers" in kinds.values()) == ("moe" in family or family in MOE)
+
+
+MOE = ("bailing_hybrid", "kimi_linear", "qwen3_next")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_batches_compute_the_same(family):
+    """In float64 batches padded on the right give the log-probs and gradients of one trajectory at a time."""
+    model = tiny_model(family, dtype=torch.float64, seed=3)
+    rows = [row for row in branching(65, vocab=VOCAB) if len(row) > 1]
+    weights = [torch.randn(len(row) - 1) for row in rows]
+    with float64_everywhere(model):
+        alone = measure_expanded(model, rows, weights)
+        batched = measure_expanded(model, rows, weights, batch_size=2)
+    assert (alone.log_probs - batched.log_probs).abs().max() < 1e-10
+    for name, gradient in alone.gradients.items():
+        torch.testing.assert_close(batched.gradients[name], gradient, rtol=1e-9, atol=1e-9)
+
+
+def test_the_model_is_left_as_it_was():
+    """No gradient, no patch, no change of a parameter stays behind."""
+    model = tiny_model("qwen3_5_text")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    classes = [type(module) for module in model.modules()]
+    assert verify(model, [branching(3, vocab=VOCAB)]).passed
+    assert [type(module) for module in model.modules()] == classes and "forward" not in vars(model)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None and torch.equal(parameter, before[name])
+
+
+def test_draws_of_the_same_trajectories_count_as_one():
+    """Weights alone make no independent draw: the limits stay those of a single one."""
+    rows, others = branching(3, vocab=VOCAB), branching(2, vocab=VOCAB, seed=1)
+    same, different = (verify(tiny_model("qwen3_5_text"), draws) for draws in ([rows] * 4, [rows, others] * 2))
+    assert all(kind.limit == 4 for kind in same.kinds)
+    assert same.differences[TREE].largest == verify(tiny_model("qwen3_5_text"), [rows]).differences[TREE].largest
+    assert different.passed and same.passed
+
+
+def verdict_of(tree: list[float], expanded: list[float], *, log_prob_error: float = 1e-7):
+    """A verdict on made-up errors of one parameter, a number a draw, the reference's square being 1."""
+    exact = torch.linspace(-4, -1, 50).double()
+    errors = {EXPANDED: 1e-7, AGAIN: 1e-7, BATCHED: 1e-7, TREE: log_prob_error, ORACLE: 0.0}
+    log_probs = {way: [exact + error for _ in tree] for way, error in errors.items()}
+    squared = {TREE: tree, EXPANDED: expanded, AGAIN: expanded, BATCHED: expanded}
+    return judge(
+        log_probs,
+        {"weight": {way: [value**2 for value in values] for way, values in squared.items()}},
+        {"weight": [1.0] * len(tree)},
+        {"weight": "norms"},
+        epsilon=1.2e-7,
+        num_layers=3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("tree", "expanded", "passed"),
+    [
+        ([1.05e-6] * 5, [1e-6] * 5, True),
+        ([1.15e-6] * 5, [1e-6] * 5, False),  # 1.15x in every draw: no scatter excuses it
+        ([2e-6, 5e-7, 1e-6, 2e-6, 5e-7], [1e-6, 1e-6, 1e-6, 5e-7, 2e-6], True),  # either is better at times
+        ([2e-6, 2.1e-6, 1.9e-6, 2.2e-6, 1.8e-6], [1e-6] * 5, False),
+        ([5e-6, 1e-6, 9e-6, 4e-6, 5e-6], [1e-6] * 5, False),  # above 4x nothing is excused
+        ([3.9e-6], [1e-6], True),  # a single draw shows no scatter
+        ([4.1e-6], [1e-6], False),
+        ([math.nan] * 5, [1e-6] * 5, False),
+        ([math.inf] * 5, [1e-6] * 5, False),
+        ([5e-8] * 5, [1e-9] * 5, True),  # below half a rounding of float32
+    ],
+)
+def test_limits_of_gradients(tree, expanded, passed):
+    """1.1x beyond the scatter of the draws, never above 4x, and roundings are nobody's error."""
+    assert verdict_of(tree, expanded).passed is passed
+
+
+@pytest.mark.parametrize(("error", "passed"), [(1e-7, True), (1e-5, False), (math.nan, False)])
+def test_limits_of_log_probs(error, passed):
+    """Log-probs as far off as the expanded ones pass, a hundred times as far they fail."""
+    assert verdict_of([1e-6] * 3, [1e-6] * 3, log_prob_error=error).passed is passed
