@@ -7,6 +7,7 @@ above 0 has exactly one predictor, row ``parent[u]``.
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ class RolloutTree:
 
     @classmethod
     def _from_sorted(cls, arrays: list[IntArray], order: IntArray) -> "RolloutTree":
-        shared = [0] + [_common_prefix(a, b) for a, b in zip(arrays, arrays[1:], strict=False)]
+        shared = [0] + [_common_prefix(a, b) for a, b in pairwise(arrays)]
         lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
         shared_lengths = np.asarray(shared, np.int64)
         starts = np.zeros(len(arrays) + 1, np.int64)
@@ -236,9 +237,10 @@ class RolloutTree:
     @cached_property
     def segment_starts(self) -> IntArray:
         """``[S]`` first row of every segment (a maximal run of rows without branching), ascending."""
-        first = self.parent < 0
-        first[~first] = self.num_children[self.parent[~first]] > 1
-        return np.flatnonzero(first)
+        # Rows that do not follow their parent at once are roots or younger siblings; with those, the eldest start too.
+        younger = np.flatnonzero(self.parent != np.arange(-1, self.num_tokens - 1))
+        above = self.parent[younger]
+        return np.unique(np.concatenate([[0], younger, above[above >= 0] + 1]))
 
     @cached_property
     def segment_parent(self) -> IntArray:
@@ -322,9 +324,7 @@ def _check_shape(parent: ArrayLike, length: ArrayLike, sample_node: ArrayLike) -
     for name, value in (("parent", parent), ("length", length), ("sample_node", sample_node)):
         array = np.asarray(value)
         if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
-            raise ValueError(
-                f"expected {name} to be a non-empty 1-D integer array, got {array.dtype} {array.shape}"
-            )
+            raise ValueError(f"expected {name} to be a non-empty 1-D integer array, got {array.dtype} {array.shape}")
         arrays.append(array.astype(np.int64))
     above, counts, samples = arrays
     if len(above) != len(counts):
@@ -334,7 +334,7 @@ def _check_shape(parent: ArrayLike, length: ArrayLike, sample_node: ArrayLike) -
     wrong = np.flatnonzero((above < -1) | (above >= np.arange(len(above))))
     if wrong.size:
         raise ValueError(
-            f"expected parent[i] in [-1, i), got parent[{wrong[0]}] = {above[wrong[0]]}: a node stands after its parent"
+            f"expected parent[i] in [-1, i), got parent[{wrong[0]}] = {above[wrong[0]]}: a node follows its parent"
         )
     if samples.min() < 0 or samples.max() >= len(above):
         raise ValueError(f"expected sample_node in [0, {len(above)}), got {samples.min()} to {samples.max()}")
@@ -371,5 +371,6 @@ def _check_siblings_differ(parent: IntArray, token_ids: IntArray) -> None:
     if same.any():
         row = int(order[1:][same][0])
         raise ValueError(
-            f"expected siblings to begin with different tokens, got token {token_ids[row]} twice below row {parent[row]}"
+            f"expected siblings to begin with different tokens, got token {token_ids[row]} twice "
+            f"below row {parent[row]}"
         )
