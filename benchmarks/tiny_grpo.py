@@ -5,6 +5,7 @@ Nothing is reported unless tree log-probs of freshly sampled rollouts equal thos
 """
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -89,6 +90,7 @@ def plot(curves: dict[int, list[dict]], path: Path) -> None:
 
 def report() -> int:
     """Runs everything; the exit status is 0 if the bar is met."""
+    load = os.getloadavg()[0]
     difference = parity()
     print(f"parity: tree and stock log-probs differ by at most {difference:.1e} (budget {PARITY_BUDGET:.0e})")
     if difference > PARITY_BUDGET:
@@ -101,7 +103,7 @@ def report() -> int:
     met = all(summary["met"] for summary in runs)
     RESULTS.parent.mkdir(exist_ok=True)
     content = {
-        "machine": describe_machine(),
+        "machine": {**describe_machine(), "load_average_at_start": round(load, 2)},
         "recipe": str(RECIPE.relative_to(ROOT)),
         "parity_max_difference": difference,
         "bar": {"first_below": FIRST_BELOW, "last_above": LAST_ABOVE, "seconds": SECONDS},
@@ -113,7 +115,7 @@ def report() -> int:
     for summary in runs:
         print(
             f"seed {summary['seed']}: {summary['first_mean_reward']:.3f} -> {summary['last_mean_reward']:.3f} in "
-            f"{summary['seconds']:.0f} s, above {LAST_ABOVE} after {summary['above_bar_at_seconds']} s "
+            f"{summary['seconds']:.0f} s ({summary['cpu_seconds']:.0f} s CPU), above {LAST_ABOVE} after {summary['above_bar_at_seconds']} s "
             f"({summary['above_bar_at_step']} steps), shared {summary['sharing_ratio']:.2f}x"
         )
     return 0 if met else 1

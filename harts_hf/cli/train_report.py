@@ -34,12 +34,14 @@ class TrainReport(TrainerCallback):
         self._collector = collector
         self._entries: list[dict[str, Any]] = []
         self._started = 0.0
+        self._cpu_started = 0.0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Starts the clock."""
         self._started = time.perf_counter()
+        self._cpu_started = time.process_time()
         if state.is_world_process_zero:
             Path(str(args.output_dir)).mkdir(parents=True, exist_ok=True)
             parameters = sum(parameter.numel() for parameter in kwargs["model"].parameters())
@@ -118,6 +120,8 @@ class TrainReport(TrainerCallback):
             "backward_tokens": total("tree/backward_tokens"),
             "expanded_tokens": total("tree/expanded_tokens"),
             "seconds": self._seconds(),
+            # Of all threads: on a machine that does other work too, this says what the run itself took.
+            "cpu_seconds": round(time.process_time() - self._cpu_started, 3),
             "seed": args.seed,
             "device": torch.cuda.get_device_name() if args.device.type == "cuda" else platform.processor() or "cpu",
             "threads": torch.get_num_threads(),
