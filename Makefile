@@ -9,7 +9,7 @@ export PYTHONHASHSEED ?= 0
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	DS_BUILD_OPS=0 $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	$(VENV)/bin/python -m pip check
 	touch $@
 

@@ -1,6 +1,8 @@
 """Run by torchrun: trains a stock or a tree trainer on recorded rollouts with a backend, and saves what rank 0 has.
 
-    torchrun --nproc_per_node 2 train_two.py {stock,tree} {ddp,fsdp2,zero1,zero2,zero3} FOLDER
+    torchrun --nproc_per_node 2 train_two.py {stock,tree,untouched} {ddp,fsdp2,zero1,zero2,zero3} FOLDER
+
+"untouched" is "tree" with a planted bug: a microbatch without labels has a backward that touches no parameter.
 """
 
 import json
@@ -11,14 +13,12 @@ from pathlib import Path
 import torch
 
 
-def accelerator_state(backend: str) -> None:
-    """On a CPU, accelerate runs DDP where FSDP is asked for, unless the state says MULTI_GPU before it is made."""
+def allow_fsdp_on_cpu() -> None:
+    """On a CPU, accelerate runs DDP where FSDP is asked for, unless the state says MULTI_GPU before it is read."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
-    if backend == "fsdp2":
-        PartialState(True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def backend_options(backend: str) -> dict:
@@ -34,7 +34,7 @@ def backend_options(backend: str) -> dict:
         }
     if backend.startswith("zero"):
         config = {
-            "zero_optimization": {"stage": int(backend[-1])},
+            "zero_optimization": {"stage": int(backend[-1]), "stage3_gather_16bit_weights_on_model_save": True},
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": 1e9,
@@ -46,58 +46,67 @@ def backend_options(backend: str) -> dict:
     return {"ddp_find_unused_parameters": False}
 
 
-def full_parameters(trainer) -> dict[str, torch.Tensor]:
-    """Every parameter, gathered; a collective."""
-    found = {}
-    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "full_tensor"):
-            value = parameter.full_tensor()
-        elif hasattr(parameter, "ds_id"):
-            import deepspeed
+def plant_untouched() -> None:
+    """A microbatch that scores nothing gets a scalar without a graph behind it."""
+    from harts_hf.runtime import run
 
-            with deepspeed.zero.GatheredParameters([parameter]):
-                value = parameter.detach().clone()
-        else:
-            value = parameter
-        found[name] = value.detach().clone().cpu()
-    return found
+    stock = run._inner_product
+
+    def planted(out, labels, coefficients):
+        if len(labels.rows) == 0:
+            return torch.zeros((), requires_grad=True)
+        return stock(out, labels, coefficients)
+
+    run._inner_product = planted
+
+
+def with_long_prompts(prompts, trainer):
+    """Recorded rollouts whose prompts fill a microbatch, so that some trunks score nothing."""
+    from support import recorded
+
+    output = recorded.rollout_func(prompts, trainer)
+    output["prompt_ids"] = [[5, 6, 7, 8] * 17 + row for row in output["prompt_ids"]]
+    return output
 
 
 def main() -> None:
     """See the module."""
     kind, backend, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    accelerator_state(backend)
+    from support import recorded
+    from support.models import tiny_model
     from trl import GRPOConfig, GRPOTrainer
 
     from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
-    from support import recorded
-    from support.models import tiny_model
 
     rank = int(os.environ["RANK"])
-    tree = kind == "tree"
+    tree = kind != "stock"
+    if kind == "untouched":
+        plant_untouched()
     options = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64} if tree else {}
     arguments = {**recorded.arguments(folder), **backend_options(backend), **options}
-    # Two rows of a group fewer on one rank would be illegal in TRL; ragged lengths make the ranks' plans unequal.
+    model = tiny_model("qwen3_5_text", seed=1)  # before the arguments, which would have ZeRO-3 take it over
+    config = (TreeGRPOConfig if tree else GRPOConfig)(**arguments)
+    if backend == "fsdp2":
+        allow_fsdp_on_cpu()
     trainer = (TreeGRPOTrainer if tree else GRPOTrainer)(
-        tiny_model("qwen3_5_text", seed=1),
+        model,
         recorded.recorded_reward,
-        args=(TreeGRPOConfig if tree else GRPOConfig)(**arguments),
+        args=config,
         train_dataset=recorded.dataset(),
         processing_class=recorded.tokenizer(),
-        rollout_func=recorded.rollout_func,
+        rollout_func=with_long_prompts,
     )
     trainer.train()
     facts = {
         "world_size": trainer.accelerator.num_processes,
-        "distributed_type": str(trainer.accelerator.distributed_type),
+        "distributed_type": trainer.accelerator.distributed_type.value,
         "wrapper": type(trainer.model_wrapped).__name__,
         "logs": trainer.state.log_history,
     }
-    parameters = full_parameters(trainer)
+    parameters = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # whole on rank 0; a collective
+    (folder / f"{kind}-{backend}-{rank}.json").write_text(json.dumps(facts))
     if rank == 0:
-        torch.save(parameters, folder / f"{kind}-{backend}.pt")
-        (folder / f"{kind}-{backend}.json").write_text(json.dumps(facts))
+        torch.save({name: value.cpu() for name, value in parameters.items()}, folder / f"{kind}-{backend}.pt")
     torch.distributed.destroy_process_group()
 
 
