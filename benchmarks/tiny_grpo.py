@@ -115,8 +115,8 @@ def report() -> int:
     for summary in runs:
         print(
             f"seed {summary['seed']}: {summary['first_mean_reward']:.3f} -> {summary['last_mean_reward']:.3f} in "
-            f"{summary['seconds']:.0f} s ({summary['cpu_seconds']:.0f} s of CPU), shared {summary['sharing_ratio']:.2f}x; "
-            f"above {LAST_ABOVE} after {summary['above_bar_at_seconds']} s ({summary['above_bar_at_step']} steps)"
+            f"{summary['seconds']:.0f} s ({summary['cpu_seconds']:.0f} s of CPU), shared "
+            f"{summary['sharing_ratio']:.2f}x; above {LAST_ABOVE} after {summary['above_bar_at_seconds']} s ({summary['above_bar_at_step']} steps)"
         )
     return 0 if met else 1
 
