@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"expected at least one draw, got {options.draws}")
     planner = PlannerConfig(max_tokens_per_microbatch=options.max_tokens_per_microbatch, sharing="always")
     groups = read_rollouts(options.rollouts, _tokenizer(options))
-    model = _load(options.model, getattr(torch, options.dtype), options.seed).to(options.device).eval()
+    model = _load(options.model, getattr(torch, options.dtype), options.seed).to(_device(options.device)).eval()
     samples = _samples(groups, model, options)
     about = {**_about(model, options), **_about_samples(samples)}
     print("\n".join(f"{name:<10}{text}" for name, text in about.items()), end="\n\n")
@@ -87,6 +87,18 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
     return report
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"expected a device such as cpu or cuda, got {name!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"expected a device that is here, got {name}: torch sees no GPU")
+    return device
 
 
 def _progress(step: str) -> None:

@@ -1,5 +1,6 @@
 """float64 for both sides of a comparison: Transformers' modeling code casts to float32 in many places."""
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from harts_hf.modeling.families import family_of
+from harts_hf.modeling.mixers import CONV_FUNCTION
 from harts_hf.modeling.patching import causal_lm_of
 
 
@@ -26,23 +28,28 @@ class _WideTorch(ModuleType):
 def float64_everywhere(model: nn.Module) -> Iterator[None]:
     """Lifts every fp32 cast of the model's family to fp64, for stock and patched models alike.
 
-    The model itself is moved to float64 by the caller. For a context of one thread: the family's module and
-    ``torch.Tensor.float`` are exchanged meanwhile.
+    Stock layers run Transformers' own PyTorch functions meanwhile, not the kernels of other packages that stand in for
+    them where installed (those know no float64). The model itself is moved to float64 by the caller. For a context of
+    one thread: names of the family's module and ``torch.Tensor.float`` are exchanged.
 
     Raises:
         UnsupportedModelError: not one of the supported families.
     """
-    module: Any = family_of(causal_lm_of(model)).module
-    stock_torch, stock_float = module.torch, torch.Tensor.float
+    family = family_of(causal_lm_of(model))
+    module: Any = family.module
+    stock_float = torch.Tensor.float
+    stock = {name: getattr(module, name) for name in ("torch", CONV_FUNCTION, family.rule_function)}
 
     def wide_float(tensor: torch.Tensor) -> torch.Tensor:
         caller = sys._getframe(1).f_globals["__name__"]
         return tensor.double() if caller == module.__name__ else stock_float(tensor)
 
-    module.torch = _WideTorch("torch")
+    for name, value in stock.items():
+        setattr(module, name, _WideTorch("torch") if name == "torch" else inspect.unwrap(value))
     torch.Tensor.float = wide_float  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        module.torch = stock_torch
+        for name, value in stock.items():
+            setattr(module, name, value)
         torch.Tensor.float = stock_float  # type: ignore[method-assign]

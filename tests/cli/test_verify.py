@@ -46,7 +46,7 @@ def test_passes_on_real_rollouts(family, dtype, models, rollouts, tmp_path, caps
     report_file = tmp_path / "report.json"
     status, output = run(
         *("--model", models / family, rollouts, "--dtype", dtype, "--json", report_file),
-        *("--max-tokens", 700, "--max-tokens-per-microbatch", 256, "--draws", 3),
+        *("--max-tokens", 700, "--max-tokens-per-microbatch", 256, "--draws", 2),
         capsys=capsys,
     )
     assert status == 0, output.out
@@ -118,6 +118,8 @@ def test_input_that_cannot_be_used_is_named(models, rollouts, tmp_path, capsys):
     assert run("--model", model, tmp_path / "none.jsonl", capsys=capsys)[0] == 2
     status, output = run("--model", model, rollouts, "--draws", 0, capsys=capsys)
     assert status == 2 and "at least one draw" in output.err
+    status, output = run("--model", model, rollouts, "--device", "nowhere", capsys=capsys)
+    assert status == 2 and "expected a device such as cpu or cuda, got 'nowhere'" in output.err
     large = tmp_path / "large.jsonl"
     large.write_text(json.dumps({"group": 0, "token_ids": [1, VOCAB + 5]}))
     status, output = run("--model", model, large, capsys=capsys)

@@ -1,6 +1,8 @@
 """The parts of verification: sampling, kinds of parameters, the ways of computing, and the limits."""
 
+import inspect
 import math
+from functools import wraps
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from support.oracle import float64_everywhere
 from support.trees import branching, random_trajectories
 
 from harts_hf import RolloutTree
+from harts_hf.modeling.families import family_of
 from harts_hf.modeling.kinds import parameter_kinds
 from harts_hf.runtime.measuring import measure_expanded
 from harts_hf.runtime.sampling import random_tokens, sample_trajectories
@@ -87,6 +90,28 @@ def test_padded_batches_compute_the_same(family):
     assert (alone.log_probs - batched.log_probs).abs().max() < 1e-10
     for name, gradient in alone.gradients.items():
         torch.testing.assert_close(batched.gradients[name], gradient, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "qwen3_5_text"])
+def test_the_oracle_runs_no_foreign_kernels(family, monkeypatch):
+    """Kernels that stand in for Transformers' functions know no float64; the oracle goes round them."""
+    model = tiny_model(family, dtype=torch.float64)
+    module, rule = family_of(model).module, family_of(model).rule_function
+
+    def foreign_kernel_for(function):
+        @wraps(function)
+        def kernel(*_, **__):
+            raise AssertionError("a foreign kernel ran")
+
+        return kernel
+
+    for name in ("causal_conv1d_fn", rule):
+        monkeypatch.setattr(module, name, foreign_kernel_for(inspect.unwrap(getattr(module, name))))
+    rows, weights = [np.arange(2, 9)], [torch.ones(6)]
+    with float64_everywhere(model):
+        measure_expanded(model, rows, weights)
+    with pytest.raises(AssertionError, match="a foreign kernel ran"):
+        measure_expanded(model, rows, weights)
 
 
 def test_the_model_is_left_as_it_was():
