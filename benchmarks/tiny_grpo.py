@@ -113,10 +113,12 @@ def report() -> int:
     RESULTS.write_text(json.dumps(content, indent=2) + "\n")
     plot(curves, RESULTS.with_suffix(".png"))
     for summary in runs:
+        reward = f"{summary['first_mean_reward']:.3f} -> {summary['last_mean_reward']:.3f}"
+        seconds = f"{summary['seconds']:.0f} s ({summary['cpu_seconds']:.0f} s of CPU)"
+        above = f"{summary['above_bar_at_seconds']} s ({summary['above_bar_at_step']} steps)"
         print(
-            f"seed {summary['seed']}: {summary['first_mean_reward']:.3f} -> {summary['last_mean_reward']:.3f} in "
-            f"{summary['seconds']:.0f} s ({summary['cpu_seconds']:.0f} s of CPU), shared "
-            f"{summary['sharing_ratio']:.2f}x; above {LAST_ABOVE} after {summary['above_bar_at_seconds']} s ({summary['above_bar_at_step']} steps)"
+            f"seed {summary['seed']}: {reward} in {seconds}, above {LAST_ABOVE} after {above}, "
+            f"shared {summary['sharing_ratio']:.2f}x"
         )
     return 0 if met else 1
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from datasets import Dataset, load_dataset
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -76,6 +77,8 @@ def build_trainer(arguments: TrainArguments, training: TreeGRPOConfig, model: Mo
         ValueError: settings that contradict one another, a dotted path that leads nowhere, arguments that the
             environment or the model's configuration refuses.
     """
+    if arguments.cpu_threads is not None:
+        torch.set_num_threads(arguments.cpu_threads)
     set_seed(training.seed)
     make_environment = _environment_factory(arguments)
     sample = make_environment()
