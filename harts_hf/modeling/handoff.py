@@ -87,7 +87,8 @@ class Handoff:
     def free(self, trunk: int) -> None:
         """Frees everything of a trunk."""
         for key in [key for key in self._slots if key[0] == trunk]:
-            del self._slots[key]
+            slot = self._slots.pop(key)
+            slot.values, slot.gradients = [], []  # a graph that is still there refers to the slot
 
     def num_bytes(self) -> int:
         """Bytes of all values and gradients that are kept."""

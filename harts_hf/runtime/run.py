@@ -181,6 +181,7 @@ class WindowRun:
                 out, labels = self._outputs.pop(index)
                 self._compare(out, labels)
                 backward(_inner_product(out, labels, coefficients))
+                del out  # what is left of its graph
                 together.close()
                 self._drop(place)
                 self.handoff.free(index)
