@@ -25,7 +25,20 @@ def test_an_episode_that_goes_well():
 
 
 @pytest.mark.parametrize(
-    "action", ["", "look", "lamp look", "look book", "open lamp", "open s1", "open s9", "go s9", "go lamp", "<pad>", "look lamp2"]
+    "action",
+    [
+        "",
+        "look",
+        "lamp look",
+        "look book",
+        "open lamp",
+        "open s1",
+        "open s9",
+        "go s9",
+        "go lamp",
+        "<pad>",
+        "look lamp2",
+    ],
 )
 def test_wrong_calls_are_answered_and_may_be_retried(action):
     """A wrong call costs a turn and nothing else."""

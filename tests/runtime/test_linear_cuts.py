@@ -168,8 +168,8 @@ def test_gradients_from_one_piece(rule, dtype, cuts):
 def test_gradients_from_both_sides_of_an_unaligned_cut(rule):
     """Within the cut chunk from both sides: one more rounding, in float64 below 1e-13 of the largest gradient.
 
-    Measured: 1.1e-15 of it. Not bit for bit: the trunk's backward runs last, so its rows' gradients cannot enter through
-    the dependent's copy of the chunk.
+    Measured: 1.1e-15 of it. Not bit for bit: the trunk's backward runs last, so its rows' gradients cannot enter
+    through the dependent's copy of the chunk.
     """
     torch.manual_seed(0)
     tree, cut, expected, whole = both(rule, [80], torch.float64)
