@@ -236,14 +236,19 @@ def _sum_children(d_slots, d_start, slot_ids, slot_ptr, slot_chains, SIZE: tl.co
     tl.store(d_slots + slot * SIZE + offsets, total, mask=mask)
 
 
-_WARPS, _STAGES = 4, 3
+_WARPS = 4
+# Widest first, by (bytes of an element of the keys, backward): what fits a Hopper processor's registers and memory.
+_WIDTHS = {(2, False): (64, 32, 16), (2, True): (32, 16), (4, False): (32, 16), (4, True): (16,)}
+_STAGES = {2: 3, 4: 2}
 
 
-def choose_block_v(nodes: int, longest: int, value_heads: int, dim_v: int, *, backward: bool) -> int:
-    """Value columns a program takes, of 64, 32 and 16: the widest with which the longest chain is not what lasts.
+def choose_block_v(
+    nodes: int, longest: int, value_heads: int, dim_v: int, *, backward: bool, element_size: int = 2
+) -> int:
+    """Value columns a program takes: the widest with which the longest chain is not what lasts.
 
     Wide blocks read keys less often; narrow ones let few chains and heads fill the chip. Columns do not meet in any
-    sum, so the width changes no result. The backward's widest is 32: 64 columns do not fit its registers.
+    sum, so the width changes no result.
 
     Args:
         nodes: of all chains of the launch.
@@ -251,12 +256,13 @@ def choose_block_v(nodes: int, longest: int, value_heads: int, dim_v: int, *, ba
         value_heads: HV.
         dim_v: V, a multiple of 16.
         backward: which of the kernels.
+        element_size: bytes of an element of the keys, 2 or 4.
     """
     if dim_v % 16:
         raise ValueError(f"expected a value dimension that is a multiple of 16, got {dim_v}")
-    for block_v in (32, 16) if backward else (64, 32, 16):
+    for block_v in _WIDTHS[element_size, backward]:
         steps = nodes * value_heads * (dim_v // block_v) / _num_processors()
-        if dim_v % block_v == 0 and (steps >= 0.9 * longest or block_v == 16):
+        if dim_v % block_v == 0 and steps >= 0.9 * longest:
             return block_v
     return 16
 
@@ -308,7 +314,9 @@ def run_states_forward(
     if not write_slots:
         launches = [((0, chains.num_chains), sum(chains.round_nodes), max(chains.round_longest, default=0))]
     for (begin, end), nodes, longest in launches:
-        width = block_v or choose_block_v(nodes, longest, value_heads, dim_v, backward=False)
+        width = block_v or choose_block_v(
+            nodes, longest, value_heads, dim_v, backward=False, element_size=k.element_size()
+        )
         _states_forward[((end - begin) * value_heads * (dim_v // width),)](
             k,
             w,
@@ -333,7 +341,7 @@ def run_states_forward(
             USE_GK=g.dim() == 4,
             WRITE_SLOTS=write_slots,
             num_warps=_WARPS,
-            num_stages=_STAGES,
+            num_stages=_STAGES[k.element_size()],
         )
     return h, v_new
 
@@ -374,7 +382,7 @@ def run_states_backward(
     for index in range(chains.num_rounds - 1, -1, -1):
         begin, end = chains.round_ptr[index : index + 2]
         work = chains.round_nodes[index], chains.round_longest[index]
-        width = block_v or choose_block_v(*work, value_heads, dim_v, backward=True)
+        width = block_v or choose_block_v(*work, value_heads, dim_v, backward=True, element_size=k.element_size())
         _states_backward[((end - begin) * value_heads * (dim_v // width),)](
             q,
             k,
@@ -402,7 +410,7 @@ def run_states_backward(
             BV=width,
             USE_GK=g.dim() == 4,
             num_warps=_WARPS,
-            num_stages=_STAGES,
+            num_stages=_STAGES[k.element_size()],
         )
         first, last = chains.slot_round_ptr[index : index + 2]
         if last > first:
