@@ -131,3 +131,14 @@ def test_replay_makes_handoff_again_under_a_limit():
     assert tight.peak_handoff_bytes == 8 and tight.forward_tokens == 56
     with pytest.raises(ValueError, match="the smallest that works with these settings is max_handoff_bytes=8"):
         plan_window(tree, PlannerConfig(**config, max_handoff_bytes=7))
+
+
+def test_smallest_limit_is_that_of_the_neediest_rank():
+    """Two ranks that need different bytes: the error names what both can work with."""
+    tree = RolloutTree.from_shape([-1, 0, 0, 0, 0, 1], [1, 1, 4, 1, 1, 1], [2, 3, 4, 5])
+    cost = CostModel(handoff_bytes_per_row=1, handoff_bytes_per_state=10)
+    config = {"max_tokens_per_microbatch": 4, "world_size": 2, "chunk_size": 4, "cost": cost}
+    with pytest.raises(ValueError, match="the smallest that works") as caught:
+        plan_window(tree, PlannerConfig(**config, max_handoff_bytes=0))
+    smallest = int(str(caught.value).rsplit("=", 1)[1])
+    plan_window(tree, PlannerConfig(**config, max_handoff_bytes=smallest)).validate()
