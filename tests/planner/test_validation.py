@@ -41,10 +41,12 @@ def dependent(schedule):
 
 
 def test_checker_sees_broken_microbatches():
-    """An owner lost, a parent missing, a trunk that is not one, a row both read and computed, a limit broken."""
+    """An owner lost, or two, a parent missing, a trunk that is not one, a row both read and computed, a limit broken."""
     schedule = base_schedule()
     first, reader = schedule.microbatches[0], dependent(schedule)
+    repeats = next(m for m in schedule.microbatches if not m.owned.all())
     broken = [
+        spans(repeats, owned_spans=repeats.row_spans),
         spans(first, owned_spans=first.owned_spans[:0]),
         spans(first, row_spans=first.row_spans + 1),
         spans(reader, prefix_spans=reader.prefix_spans[:0], trunks=()),
