@@ -41,7 +41,7 @@ def dependent(schedule):
 
 
 def test_checker_sees_broken_microbatches():
-    """An owner lost, or two, a parent missing, a trunk that is not one, a row both read and computed, a limit broken."""
+    """An owner lost, or two, a parent missing, a trunk that is not one, a row both read and computed."""
     schedule = base_schedule()
     first, reader = schedule.microbatches[0], dependent(schedule)
     repeats = next(m for m in schedule.microbatches if not m.owned.all())
