@@ -17,6 +17,7 @@ from trl.experimental.gmpo import GMPOTrainer
 from trl.trainer.base_trainer import _BaseTrainer
 
 from harts_hf import TreeGMPOTrainer, TreeGRPOTrainer, TreeRLOOTrainer
+from harts_hf.trainers.skipping import OTHER_LOG_PROBS
 from harts_hf.trainers.step import TreeStep
 
 TRAINERS = {GRPOTrainer: TreeGRPOTrainer, GMPOTrainer: TreeGMPOTrainer, RLOOTrainer: TreeRLOOTrainer}
@@ -24,6 +25,7 @@ every_trainer = pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer:
 
 SCORING = ["self", "model", "input_ids", "attention_mask", "logits_to_keep"]
 SCORING_OPTIONS = ["batch_size", "compute_entropy", "compute_aux_loss"]
+SCORING_INPUTS_OF_IMAGES = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)[8:]
 SIGNATURES = {
     "_prepare_inputs": ["self", "generation_batch"],
     "_generate_and_score_completions": ["self", "inputs"],
@@ -132,7 +134,17 @@ def test_attribute(trainer, hook):
 
 
 @pytest.mark.parametrize("trainer", [GRPOTrainer, GMPOTrainer], ids=lambda trainer: trainer.__name__)
-@pytest.mark.parametrize("hook", ["rollout_func", "scale_rewards"])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "rollout_func",
+        "scale_rewards",
+        "beta",
+        "_entropy_bonus_enabled",
+        "top_entropy_quantile",
+        "off_policy_mask_threshold",
+    ],
+)
 def test_attribute_of_grpo(trainer, hook):
     """Attributes that only GRPO and its kin have."""
     check_attribute(trainer, hook)
@@ -157,6 +169,38 @@ def test_batches(trainer):
     for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"):
         check_calls(trainer, "_generate_and_score_completions", f'"{key}"')
     check_calls(trainer, "_generate_and_score_completions", "self._calculate_rewards(")
+
+
+def batch_entries_read(trainer: type) -> set[str]:
+    """Keys that ``_compute_loss`` reads from its batch."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(trainer._compute_loss))))
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "inputs":
+            found.add(ast.literal_eval(node.slice))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "inputs.get":
+            found.add(ast.literal_eval(node.args[0]))
+    return found
+
+
+@every_trainer
+def test_losses_read_known_batch_entries(trainer):
+    """An entry that a loss did not read before may make its coefficients depend on log-probs: see skipping.py."""
+    known = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"}
+    known |= {"num_items_in_batch", *OTHER_LOG_PROBS}
+    known.add("sampling_per_token_logps")  # read under off_policy_mask_threshold only, which has the scoring pass
+    read = {name for name in batch_entries_read(trainer) if name not in SCORING_INPUTS_OF_IMAGES}
+    assert read >= {"prompt_ids", "completion_ids", "advantages"}
+    assert read <= known, moved(trainer, "_compute_loss", f"it reads {sorted(read - known)} from its batch")
+
+
+def test_other_log_probs_have_their_names():
+    """Batch entries whose presence forbids to skip the scoring pass are called what they were."""
+    for name in ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"):
+        assert name in OTHER_LOG_PROBS
+        check_calls(GRPOTrainer, "_generate_and_score_completions", f'output["{name}"]')
+    assert "old_logps" in OTHER_LOG_PROBS
+    check_calls(RLOOTrainer, "_generate_and_score_completions", '"old_logps": ')
 
 
 def test_metrics_have_modes():
