@@ -1,0 +1,134 @@
+"""`harts train`: recipes, overrides, what a run leaves behind, and what is refused before a step is lost."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from harts_hf.cli.main import main as harts
+from harts_hf.cli.train import build_trainer, parse
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+TINY = str(ROOT / "recipes" / "tiny_grpo.yaml")
+# Four trees of four leaves a step: a run of seconds.
+SMALL = ["--branching", "2", "2", "1", "--num_generations", "4", "--per_device_train_batch_size", "16"]
+
+
+@pytest.fixture(autouse=True)
+def _process_settings(monkeypatch):
+    """What a recipe sets for its process is undone afterwards."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def refused(capsys, *arguments):
+    """The message of a command that is refused."""
+    assert harts(["train", *map(str, arguments)]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_builds_and_says_what_it_is(recipe, tmp_path):
+    """Each recipe parses, builds its trainer, and begins with what it does, its command and its hardware."""
+    text = recipe.read_text()
+    comments = "".join(line for line in text.splitlines(keepends=True)[:20] if line.startswith("#"))
+    assert f"harts train recipes/{recipe.name}" in comments
+    assert "Verified on" in comments
+    trainer = build_trainer(*parse([str(recipe), "--output_dir", str(tmp_path)]))
+    assert trainer.args.num_generations > 1
+
+
+def test_a_run_leaves_everything_in_its_folder(tmp_path, capsys):
+    """Three steps: checkpoint with tokenizer, metrics, pictures, summary, and a line of progress a log."""
+    arguments = [TINY, *SMALL, "--max_steps", "3", "--logging_steps", "1", "--output_dir", str(tmp_path)]
+    assert harts(["train", *arguments]) == 0
+    progress = capsys.readouterr().out
+    assert [line.split()[1] for line in progress.splitlines() if line.startswith("step")] == ["1/3", "2/3", "3/3"]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"checkpoint-3", "model.safetensors", "config.json", "tokenizer.json"} <= names
+    assert {"metrics.jsonl", "reward.png", "tree.png", "summary.json"} <= names
+    assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in metrics] == [1, 2, 3]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 3
+    for name in ("forward", "backward", "expanded"):
+        assert summary[f"{name}_tokens"] == round(sum(entry[f"tree/{name}_tokens"] for entry in metrics))
+    assert summary["expanded_tokens"] > summary["forward_tokens"] > 0
+    assert summary["sharing_ratio"] > 1.2
+    rewards = [entry["reward"] for entry in metrics]
+    assert summary["first_mean_reward"] == summary["last_mean_reward"] == pytest.approx(sum(rewards) / 3)
+    assert summary["seconds"] > 0
+
+    # The model that it saved can be trained on, by its path.
+    again = [TINY, *SMALL, "--model_type", "", "--model_name_or_path", str(tmp_path), "--max_steps", "1"]
+    trainer = build_trainer(*parse([*again, "--output_dir", str(tmp_path / "again")]))
+    assert trainer.model.config.model_type == "bailing_hybrid"
+
+
+def test_the_command_line_overrides_the_recipe():
+    """Values of the command line win, dictionaries are JSON, and the rest stays the recipe's."""
+    arguments, training, _ = parse(
+        [TINY, "--learning_rate", "0.5", "--environment_kwargs", '{"num_items": 2}', "--branching", "4", "4"]
+    )
+    assert training.learning_rate == 0.5
+    assert arguments.environment_kwargs == {"num_items": 2}
+    assert arguments.branching == [4, 4]
+    assert training.num_generations == 16 and arguments.max_turns == 4
+
+
+def test_unknown_keys_are_named(tmp_path, capsys):
+    """A misspelt key is refused wherever it stands, with the nearest known one."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(Path(TINY).read_text() + "\nlearning_rat: 1\n")
+    assert "unknown key 'learning_rat' (did you mean 'learning_rate'?)" in refused(capsys, recipe)
+    assert "unknown key 'max_turn'" in refused(capsys, TINY, "--max_turn", "3")
+    config = json.dumps({"hidden_size": 32, "hiden_size": 8})
+    assert "unknown key 'model_config.hiden_size'" in refused(capsys, TINY, "--model_config", config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--branching", "4", "2"], "product is num_generations = 16, got 4 x 2 = 8"),
+        (["--fork_turns", "0", "1"], "as many fork turns as branching factors"),
+        (
+            ["--model_name_or_path", "some/model"],
+            "got some/model and bailing_hybrid (--model_type '' unsets it)",
+        ),
+        (["--environment", "harts_hf.rollouts:Nothing"], "has no 'Nothing'"),
+        (["--environment", "json:loads"], "expected environment to be a subclass of Environment"),
+        (["--environment_kwargs", '{"shelves": 3}'], "environment_kwargs do not fit"),
+        (["--environment_kwargs", "{"], "expected environment_kwargs to be JSON"),
+        (["--environment_kwargs", "[1]"], "expected environment_kwargs to be a mapping, got list"),
+        (["--environment_kwargs", '{"num_items": 99}'], "expected num_items in"),
+        (["--reward_funcs", "no.such.reward"], "cannot import 'no.such'"),
+        (["--cpu_threads", "0"], "expected cpu_threads of at least 1, got 0"),
+        (["--max_steps", "-1"], "expected max_steps of at least 1 where no dataset is named, got -1"),
+        (["--tree_max_tokens_per_microbatch", "10"], "got 10"),
+    ],
+)
+def test_settings_that_cannot_work(arguments, message, capsys):
+    """Each is refused with what was expected and what came, before a step is lost."""
+    assert message in refused(capsys, TINY, *arguments)
+
+
+def test_a_recipe_must_be_there_and_a_mapping(tmp_path, capsys):
+    """Files that are no recipe are named."""
+    assert "nowhere.yaml" in refused(capsys, tmp_path / "nowhere.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    assert "list.yaml must contain a YAML mapping" in refused(capsys, tmp_path / "list.yaml")
+
+
+def test_help_names_every_field(capsys):
+    """Own fields, TRL's and the tree options are in the help."""
+    with pytest.raises(SystemExit) as stop:
+        harts(["train", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for field in ("--environment", "--branching", "--learning_rate", "--tree_credit", "--model_name_or_path"):
+        assert field in text
