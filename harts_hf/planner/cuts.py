@@ -37,12 +37,16 @@ class PieceLimits:
         linear_rows: rows of the linear layers, or None.
         recompute_below: a prefix of fewer rows than this is computed again instead of read from trunks.
         aligned: whether a cut moves back a little to lie on a chunk boundary or below a leaf.
+        closing: whether no piece may tie subtrees together: a piece that finishes a subtree, whose upper part earlier
+            pieces hold, ends before it leaves another one unfinished. Otherwise the earlier pieces' states and
+            gradients would be alive until the other subtree is done, and so on: as many as the tree is wide.
     """
 
     rows: int
     linear_rows: int | None = None
     recompute_below: int = 0
     aligned: bool = True
+    closing: bool = False
 
 
 def cut_greedily(
@@ -54,6 +58,7 @@ def cut_greedily(
     """
     place, times, last = table.lists.place, table.lists.seconds, len(table.place) - 1
     pieces, at = [], 0
+    shallowest: list[int] = []  # depth of the shallowest row of each piece
     while at < last:
         again = table.lists.above[at]
         if again >= limits.recompute_below or not _fits_again(again, limits, chunk_size):
@@ -68,6 +73,9 @@ def cut_greedily(
         stop = max(stop, at + 1)
         if limits.aligned:
             stop = _aligned(table, at, stop, chunk_size)
+        if limits.closing:
+            stop = _closing(table.lists.above, at, stop, shallowest)
+            shallowest.append(min(table.lists.above[at:stop]))
         pieces.append(Piece(start=place[at], stop=place[stop], again=again))
         at = stop
     return pieces
@@ -86,6 +94,26 @@ def _aligned(table: CutTable, at: int, stop: int, chunk_size: int) -> int:
     while partial[best] and best - 1 > at and place[stop] - place[best - 1] <= ALIGN_WITHIN_CHUNKS * chunk_size:
         best -= 1
     return stop if partial[best] else best
+
+
+def _closing(above: list[int], at: int, stop: int, shallowest: list[int]) -> int:
+    """``stop`` or the last cut before it at which the piece from ``at`` ties no finished subtree to an unfinished one.
+
+    A row's ancestor of depth ``d`` lies in the last piece before that holds a row of depth ``d`` or less.
+    """
+
+    def holder(depth: int) -> int:
+        return next((piece for piece in reversed(range(len(shallowest))) if shallowest[piece] <= depth), -1)
+
+    lowest, best, ties = above[at], stop, False
+    for cut in range(at + 1, stop + 1):
+        # Rows at depths from `lowest` up to the first row's are finished; they count if pieces of their own hold them.
+        if above[cut - 1] < lowest:
+            lowest = above[cut - 1]
+            ties = holder(lowest - 1) != holder(above[at] - 1)
+        if not ties or above[cut] <= lowest:
+            best = cut
+    return best
 
 
 def prefix_seconds(rows: int, step: Coefficients, chunk_size: int) -> float:

@@ -75,6 +75,13 @@ def cuts_to_try(task: Task, walks: Sequence[Traversal], bound: float = np.inf) -
             fewer = [cut_greedily(table, ragged, chunk_size=config.chunk_size, step=step) for table in tables]
             if max(map(len, fewer)) < max(map(len, greedy)):
                 choices.append((ragged, fewer))
+        if config.max_handoff_bytes is not None or (
+            task.execution == "nested" and config.max_graph_tokens is not None
+        ):
+            closing = replace(limits, closing=True)
+            apart = [cut_greedily(table, closing, chunk_size=config.chunk_size, step=step) for table in tables]
+            if apart != greedy:
+                choices.append((closing, apart))
         for choice, pieces in choices:
             trial = _evened(task, tables, choice, pieces, bound)
             if trial is not None:
