@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 from support import recorded
 from support.models import FAMILIES, tiny_model
@@ -18,23 +19,40 @@ from support.trainer_runs import TIMED
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 
-# Loads the checkpoint as anybody would, and says what it holds.
+# Loads checkpoints as anybody would, and says what they hold.
 LOAD_ELSEWHERE = """
 import sys, torch
 from transformers import AutoModelForCausalLM
 from safetensors.torch import save_file
-folder, out = sys.argv[1:]
-model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, experts_implementation="eager")
-assert not any(info.values()), info
+for folder in sys.argv[1:]:
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, experts_implementation="eager"
+    )
+    assert not any(info.values()), info
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(3, 40)[None], use_cache=False).logits
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    save_file({"logits": logits, **parameters}, folder + "/loaded")
+assert not any(name.partition(".")[0] == "harts_hf" for name in sys.modules)
+"""
+# The same for an adapter, on the model that it was trained for.
+LOAD_ADAPTER_ELSEWHERE = """
+import sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
+base, folder, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(base, experts_implementation="eager")
+model = PeftModel.from_pretrained(model, folder)
 assert not any(name.partition(".")[0] == "harts_hf" for name in sys.modules)
 with torch.no_grad():
-    logits = model(input_ids=torch.arange(3, 40)[None], use_cache=False).logits
-parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-save_file({"logits": logits, **parameters}, out)
+    save_file({"logits": model(input_ids=torch.arange(3, 40)[None], use_cache=False).logits}, out)
 """
 
 
-def train(folder: Path, *, family: str = "qwen3_5_text", resume: str | None = None, **options) -> TreeGRPOTrainer:
+def train(
+    folder: Path, *, family: str = "qwen3_5_text", resume: str | None = None, lora: LoraConfig | None = None, **options
+) -> TreeGRPOTrainer:
     """Trains a fresh model on recorded rollouts, from a checkpoint if ``resume`` names one."""
     model = tiny_model(family, seed=1)
     if hasattr(model.config, "router_aux_loss_coef"):
@@ -48,28 +66,47 @@ def train(folder: Path, *, family: str = "qwen3_5_text", resume: str | None = No
         train_dataset=recorded.dataset(),
         processing_class=recorded.tokenizer(),
         rollout_func=recorded.rollout_func,
+        peft_config=lora,
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_loads_without_us(family, tmp_path):
-    """A process that never imports harts_hf loads a checkpoint: nothing missing or left over, equal logits."""
-    model = train(tmp_path, family=family, save_steps=1, max_steps=1).model
-    command = [sys.executable, "-c", LOAD_ELSEWHERE, str(tmp_path / "checkpoint-1"), str(tmp_path / "loaded")]
+def test_loads_without_us(tmp_path):
+    """A process that never imports harts_hf loads checkpoints of all families: nothing missing, equal logits."""
+    models = {family: train(tmp_path / family, family=family, save_steps=1, max_steps=1).model for family in FAMILIES}
+    folders = {family: tmp_path / family / "checkpoint-1" for family in FAMILIES}
+    command = [sys.executable, "-c", LOAD_ELSEWHERE, *map(str, folders.values())]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    loaded = load_file(tmp_path / "loaded")
-    logits = loaded.pop("logits")
-    assert loaded.keys() == dict(model.named_parameters()).keys()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(loaded[name], parameter), name
+    for family, model in models.items():
+        loaded = load_file(folders[family] / "loaded")
+        logits = loaded.pop("logits")
+        assert loaded.keys() == dict(model.named_parameters()).keys(), family
+        for name, parameter in model.named_parameters():
+            assert torch.equal(loaded[name], parameter), f"{family}: {name}"
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=torch.arange(3, 40)[None], use_cache=False).logits, logits), family
+        config = (folders[family] / "config.json").read_text()
+        assert json.loads(config)["architectures"] == [type(model).__name__]
+        assert "harts" not in config
+
+
+def test_an_adapter_loads_without_us(tmp_path):
+    """A LoRA adapter that was trained on a tree is a plain PEFT adapter with equal logits."""
+    family = "bailing_hybrid"
+    tiny_model(family, seed=1).save_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    model = train(tmp_path, family=family, lora=lora, save_steps=1, max_steps=1).model
+    folders = [tmp_path / "base", tmp_path / "checkpoint-1", tmp_path / "loaded"]
+    command = [sys.executable, "-c", LOAD_ADAPTER_ELSEWHERE, *map(str, folders)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
     with torch.no_grad():
-        assert torch.equal(model(input_ids=torch.arange(3, 40)[None], use_cache=False).logits, logits)
-    config = json.loads((tmp_path / "checkpoint-1" / "config.json").read_text())
-    assert config["architectures"] == [type(model).__name__]
-    assert "harts" not in (tmp_path / "checkpoint-1" / "config.json").read_text()
+        logits = model(input_ids=torch.arange(3, 40)[None], use_cache=False).logits
+        plain = tiny_model(family, seed=1)(input_ids=torch.arange(3, 40)[None], use_cache=False).logits
+    assert torch.equal(load_file(tmp_path / "loaded")["logits"], logits)
+    assert not torch.equal(plain, logits)
 
 
 # Optimizer steps a generation batch lasts: steps_per_generation * num_iterations / gradient_accumulation_steps.
