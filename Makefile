@@ -22,7 +22,7 @@ lint: $(STAMP)
 	$(VENV)/bin/mypy
 
 test: lint
-	$(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
 
 format: $(STAMP)
 	$(VENV)/bin/ruff format .
