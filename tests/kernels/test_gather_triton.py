@@ -80,3 +80,9 @@ def test_pack_and_its_gradient(norm: bool, per_channel: bool):
     wanted[3][first] = 0
     for one, want in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, want, rtol=1e-4, atol=1e-5)
+
+
+def test_float64_is_refused():
+    """It would be summed in float32."""
+    with pytest.raises(ValueError, match="got float64"):
+        gather_rows(torch.zeros(1, 2, dtype=torch.float64), GatherIndex.build(np.array([0]), 1))

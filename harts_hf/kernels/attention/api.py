@@ -50,6 +50,8 @@ def tree_attention(
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"expected one dtype, got query {query.dtype}, key {key.dtype}, value {value.dtype}")
     check_same_device(query=query, key=key, value=value, lo=intervals.lo, hi=intervals.hi)
+    if backend is None and query.dtype == torch.float64:
+        backend = "torch"  # no GPU backend takes it
     chosen = choose_backend("tree_attention", backend, query.device, by_device=_BY_DEVICE, others=("flex",))
     if chosen in ("flash", "flex"):
         return _on_gpu(query, key, value, intervals, scale, chosen, forced=backend is not None)

@@ -1,7 +1,8 @@
 """FlashAttention-4 (CuTe) on a tree: its kernels called with block lists built from the intervals.
 
-Forward and backward have lists of their own, since their tiles differ. The backward's dQ is not bitwise reproducible
-on Hopper (FA4 has no deterministic block-sparse backward there): use the "flex" backend where that matters.
+Forward and backward have lists of their own, since their tiles differ. On Hopper the backward is not bitwise
+reproducible (FA4 has no deterministic block-sparse backward there): two runs differ in dQ, and with grouped heads in
+dK and dV too. Use the "flex" backend where that matters.
 """
 
 import functools

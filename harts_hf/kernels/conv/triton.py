@@ -33,8 +33,10 @@ def tree_causal_conv1d(
     """See :func:`harts_hf.kernels.conv.api.tree_causal_conv1d`.
 
     Raises:
-        ValueError: more than MAX_WIDTH taps.
+        ValueError: more than MAX_WIDTH taps, or float64, which these kernels would compute in float32.
     """
+    if x.dtype == torch.float64:
+        raise ValueError("expected at most float32, got float64: use the torch backend")
     if table.width > MAX_WIDTH:
         raise ValueError(f"expected at most {MAX_WIDTH} taps, got {table.width}: use the torch backend")
     return _TreeConv.apply(x, weight, bias, table, silu)

@@ -16,7 +16,13 @@ _BLOCK = 2048
 
 
 def gather_rows(x: torch.Tensor, table: GatherIndex) -> torch.Tensor:
-    """See :func:`harts_hf.kernels.gather.api.gather_rows`."""
+    """See :func:`harts_hf.kernels.gather.api.gather_rows`.
+
+    Raises:
+        ValueError: float64, which these kernels would sum in float32.
+    """
+    if x.dtype == torch.float64:
+        raise ValueError("expected at most float32, got float64: use the torch backend")
     return _GatherRows.apply(x, table)
 
 

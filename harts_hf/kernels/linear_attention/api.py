@@ -73,6 +73,8 @@ def tree_gated_delta_rule(
     _check(q, k, v, g, beta, tables, initial_states, export_nodes)
     if v.shape[1] % q.shape[1]:
         raise ValueError(f"expected a multiple of the {q.shape[1]} q/k heads, got {v.shape[1]} value heads")
+    if backend is None and q.dtype == torch.float64:
+        backend = "torch"  # the GPU's kernels compute in float32 at most
     chosen = choose_backend("tree_gated_delta_rule", backend, q.device, by_device=_BY_DEVICE)
     run = _backend(chosen).gated_delta_rule
     return _run(run, q, k, v, g, beta, tables, initial_states, export_nodes, scale, use_qk_l2norm)
@@ -102,6 +104,8 @@ def tree_kimi_delta_rule(
     _check(q, k, v, g, beta, tables, initial_states, export_nodes)
     if v.shape[1] != q.shape[1]:
         raise ValueError(f"expected as many value heads as the {q.shape[1]} q/k heads, got {v.shape[1]}")
+    if backend is None and q.dtype == torch.float64:
+        backend = "torch"  # the GPU's kernels compute in float32 at most
     chosen = choose_backend("tree_kimi_delta_rule", backend, q.device, by_device=_BY_DEVICE)
     run = _backend(chosen).kimi_delta_rule
     return _run(run, q, k, v, g, beta, tables, initial_states, export_nodes, scale, use_qk_l2norm)
