@@ -190,7 +190,7 @@ def plot(cases: dict, path: Path) -> None:
         axes.bar_label(bars, fmt="%.0f")
     axes.set_xticks([place + 0.2 for place in range(len(cases))], list(cases))
     axes.set_yscale("log")
-    axes.set_ylabel("CPU microseconds a computed token, forward + backward")
+    axes.set_ylabel("CPU microseconds a computed token")
     axes.legend()
     figure.savefig(path, dpi=120)
 
