@@ -11,14 +11,12 @@ from harts_hf.planner.orders import LimitError
 from harts_hf.planner.placement import LeafTable, place_runs, walks_of_owners
 from harts_hf.planner.schedule import Schedule
 from harts_hf.planner.traversal import Traversal
-from harts_hf.planner.trials import Cuts, Task, build_schedule, cuts_to_try
+from harts_hf.planner.trials import MANY_PIECES, Cuts, Task, build_schedule, cuts_to_try
 from harts_hf.tree import IntArray, RolloutTree
 
 # Placements may be this much slower than the fastest found, for fewer rows computed twice.
 SLACKS = (0.02, 0.05, 0.08, 0.12)
 SAME_ROWS = 0.005
-# Above this many microbatches the trials are ranked by rough estimates and only the best is built.
-MANY_PIECES = 48
 # Up to this many leaves times ranks, leaves are moved one by one and exchanged in pairs.
 FEW_MOVES = 32
 MAX_MOVES = 60

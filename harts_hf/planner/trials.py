@@ -19,6 +19,8 @@ from harts_hf.tree import RolloutTree
 
 EXTRA_PIECES = 3
 FEW_PIECES = 16
+# Above this many microbatches the trials are ranked by rough estimates and only the best is built.
+MANY_PIECES = 48
 Cuts = list[list[Piece]]
 
 
@@ -75,13 +77,14 @@ def cuts_to_try(task: Task, walks: Sequence[Traversal], bound: float = np.inf) -
             fewer = [cut_greedily(table, ragged, chunk_size=config.chunk_size, step=step) for table in tables]
             if max(map(len, fewer)) < max(map(len, greedy)):
                 choices.append((ragged, fewer))
-        if config.max_handoff_bytes is not None or (
-            task.execution == "nested" and config.max_graph_tokens is not None
-        ):
+        limits_graphs = task.execution == "nested" and config.max_graph_tokens is not None
+        if limits_graphs or config.max_handoff_bytes is not None:
             closing = replace(limits, closing=True)
             apart = [cut_greedily(table, closing, chunk_size=config.chunk_size, step=step) for table in tables]
             if apart != greedy:
                 choices.append((closing, apart))
+            if limits_graphs and max(map(len, apart)) > MANY_PIECES:  # rough estimates do not see graphs dropped
+                choices = [(closing, apart)]
         for choice, pieces in choices:
             trial = _evened(task, tables, choice, pieces, bound)
             if trial is not None:

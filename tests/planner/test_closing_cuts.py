@@ -38,6 +38,15 @@ def test_handoff_stays_flat_when_a_tree_grows(execution):
     assert eight.peak_graph_tokens <= 512
 
 
+def test_nested_forwards_each_row_once_on_a_wide_tree():
+    """With graphs of four microbatches, as many as a history needs, no trunk is dropped and run forward again."""
+    config = PlannerConfig(max_tokens_per_microbatch=256, max_graph_tokens=1024, sharing="always", execution="nested")
+    schedule = plan_window(histories(20), config)
+    assert len(schedule.microbatches) > 48
+    assert schedule.forward_tokens < 1.1 * schedule.tree.num_tokens
+    assert schedule.peak_handoff_tokens < 1000
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), budget=st.integers(64, 200))
 def test_no_piece_ties_subtrees(seed, budget):
