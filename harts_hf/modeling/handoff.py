@@ -118,11 +118,16 @@ def import_rows(
     batch: TreeBatch, kind: Kind, layer: int, tensors: Sequence[torch.Tensor], dims: Sequence[int]
 ) -> list[torch.Tensor]:
     """Handed rows before own ones, for each tensor; the tensors themselves where nothing is handed over."""
-    handed = imported(batch, kind, layer, len(tensors))
-    if handed is None:
+    found = _pieces(batch, kind, layer, len(tensors))
+    if found is None:
         return list(tensors)
+    columns, order = found
+    if order is not None:
+        columns = _in_order(columns, order, dims)
+    # In one step with the own rows, so that handed ones are not copied twice.
     return [
-        torch.cat([rows.to(own.dtype), own], dim=dim) for rows, own, dim in zip(handed, tensors, dims, strict=True)
+        torch.cat([*(piece.to(own.dtype) for piece in pieces), own], dim=dim)
+        for pieces, own, dim in zip(columns, tensors, dims, strict=True)
     ]
 
 
@@ -134,18 +139,33 @@ def export_states(batch: TreeBatch, layer: int, output: torch.Tensor, states: to
 
 
 def imported(batch: TreeBatch, kind: Kind, layer: int, count: int) -> list[torch.Tensor] | None:
-    """Handed rows or states in ascending order of their tree rows, one tensor per quantity; None if there are none.
+    """Handed rows or states along dimension 0 in ascending order of their tree rows, one tensor per quantity.
+
+    Returns:
+        None if there are none.
 
     Raises:
         HandoffError: they were freed, or never made.
     """
+    found = _pieces(batch, kind, layer, count)
+    if found is None:
+        return None
+    columns, order = found
+    if order is not None:
+        columns = _in_order(columns, order, [0] * count)
+    return [pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in columns]
+
+
+def _pieces(
+    batch: TreeBatch, kind: Kind, layer: int, count: int
+) -> tuple[list[list[torch.Tensor]], torch.Tensor | None] | None:
+    """For each quantity its pieces, one a trunk, and how their rows have to be ordered if they are not."""
     table = batch.imports.get(kind)
     if table is None:
         return None
     if batch.handoff is None:
         raise HandoffError(f"microbatch {batch.id} reads states of {table.trunks}, but no window is running")
     columns: list[list[torch.Tensor]] = [[] for _ in range(count)]
-    dims: list[int] = []
     for trunk, index in zip(table.trunks, table.indices, strict=True):
         slot = batch.handoff.slot(trunk, kind, layer)
         if not slot.values:
@@ -153,15 +173,13 @@ def imported(batch: TreeBatch, kind: Kind, layer: int, count: int) -> list[torch
                 f"microbatch {batch.id} reads {kind} of layer {layer} of microbatch {trunk}, which were freed or "
                 "never computed"
             )
-        dims = slot.dims
         for column, piece in zip(columns, _Import.apply(batch.handoff.anchor, slot, index), strict=True):
             column.append(piece)
-    rows = [
-        pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim) for pieces, dim in zip(columns, dims, strict=True)
-    ]
-    if table.order is not None:
-        rows = [row.index_select(dim, table.order) for row, dim in zip(rows, dims, strict=True)]
-    return rows
+    return columns, table.order
+
+
+def _in_order(columns: list[list[torch.Tensor]], order: torch.Tensor, dims: Sequence[int]) -> list[list[torch.Tensor]]:
+    return [[torch.cat(pieces, dim).index_select(dim, order)] for pieces, dim in zip(columns, dims, strict=True)]
 
 
 class _Export(torch.autograd.Function):

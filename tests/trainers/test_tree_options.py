@@ -9,6 +9,7 @@ from support.trainer_runs import assert_same_training, run_trainer
 from trl import GRPOConfig, GRPOTrainer
 
 from harts_hf import TreeGMPOConfig, TreeGMPOTrainer, TreeGRPOConfig, TreeGRPOTrainer, UnsupportedModelError
+from harts_hf.trainers import step
 
 METRICS = {
     "sharing_ratio",
@@ -231,8 +232,12 @@ def test_refused_arguments(options, message, tmp_path):
 
 def test_auxiliary_loss_is_refused(tmp_path):
     """A MoE model whose auxiliary loss TRL would add; switched off, it trains."""
-    with pytest.raises(UnsupportedModelError, match="auxiliary loss"):
+    with pytest.raises(UnsupportedModelError, match="auxiliary loss.*router_aux_loss_coef=0"):
         tree_run(tmp_path, family="qwen3_next")
+    options = {"family": "qwen3_next", "router_aux_loss_coef": 0.0, "max_steps": 1}
+    stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock", **options)
+    tree = tree_run(tmp_path / "tree", tree_sharing="always", **options)
+    assert_same_training(stock, tree, family="qwen3_next")
 
 
 def test_plain_trl_configuration_is_refused(tmp_path):
@@ -262,3 +267,20 @@ def test_unknown_latents(tmp_path):
     """What an MLA hands over is one of two things."""
     with pytest.raises(ValueError, match="tree_handoff_latents to be one of compressed, expanded, got 'both'"):
         TreeGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, tree_handoff_latents="both")
+
+
+def test_handoff_options_reach_the_run(tmp_path, monkeypatch):
+    """Latents and offloading as the configuration says."""
+    seen = []
+
+    class Spy(step.WindowRun):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            seen.append((self.handoff.expand_latents, self.handoff.offload))
+
+    monkeypatch.setattr(step, "WindowRun", Spy)
+    tree_run(tmp_path / "default", max_steps=1)
+    assert set(seen) == {(False, False)}
+    seen.clear()
+    tree_run(tmp_path / "other", max_steps=1, tree_handoff_latents="expanded", tree_offload_handoff=True)
+    assert set(seen) == {(True, True)}
