@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+# Before anything imports Triton, which reads it then: without a GPU, kernels run in Triton's interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:

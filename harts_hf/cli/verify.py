@@ -61,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from harts_hf.planner import PlannerConfig
+    import harts_hf
+from harts_hf.planner import PlannerConfig
     from harts_hf.rollouts.files import read_rollouts
     from harts_hf.runtime.verdict_report import format_verdict
     from harts_hf.runtime.verification import verify
@@ -151,7 +152,8 @@ def _samples(groups: Any, model: Any, options: argparse.Namespace) -> list[Any]:
 
 def _about(model: Any, options: argparse.Namespace) -> dict[str, str]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    versions = ", ".join(f"{name} {version(name)}" for name in ("harts_hf", "torch", "transformers"))
+    installed = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    versions = f"harts_hf {harts_hf.__version__}, {installed}"
     return {
         "model": f"{options.model}: {model.config.model_type}, {parameters:,} parameters, {options.dtype} on "
         f"{options.device}",

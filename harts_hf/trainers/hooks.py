@@ -97,8 +97,8 @@ class TreeHooks:
 
 
 AUX_LOSS_MESSAGE = (
-    "expected no MoE auxiliary loss (output_router_logits=False in the model's config), got one: its value over a "
-    "tree is not computed yet, and leaving it out would change the objective silently"
+    "expected no MoE auxiliary loss, got one: its value over a tree is not computed yet, and leaving it out would "
+    "change the objective silently; set router_aux_loss_coef=0 to train without it"
 )
 
 

@@ -1,9 +1,5 @@
 """The convolution kernels under Triton's interpreter, against the reference."""
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import numpy as np
 import pytest
 import torch

@@ -1,9 +1,5 @@
 """Gather and pack kernels under Triton's interpreter."""
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import numpy as np
 import pytest
 import torch

@@ -1,10 +1,7 @@
 """The state kernels, under Triton's interpreter, against autograd of the recurrence written out."""
 
-import os
 from dataclasses import replace
 from itertools import pairwise
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import numpy as np
 import pytest
