@@ -61,8 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    import harts_hf
-from harts_hf.planner import PlannerConfig
+    from harts_hf.planner import PlannerConfig
     from harts_hf.rollouts.files import read_rollouts
     from harts_hf.runtime.verdict_report import format_verdict
     from harts_hf.runtime.verification import verify

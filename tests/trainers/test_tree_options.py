@@ -232,7 +232,7 @@ def test_refused_arguments(options, message, tmp_path):
 
 def test_auxiliary_loss_is_refused(tmp_path):
     """A MoE model whose auxiliary loss TRL would add; switched off, it trains."""
-    with pytest.raises(UnsupportedModelError, match="auxiliary loss.*router_aux_loss_coef=0"):
+    with pytest.raises(UnsupportedModelError, match=r"auxiliary loss.*router_aux_loss_coef=0"):
         tree_run(tmp_path, family="qwen3_next")
     options = {"family": "qwen3_next", "router_aux_loss_coef": 0.0, "max_steps": 1}
     stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock", **options)
