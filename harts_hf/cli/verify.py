@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import harts_hf
+
 DESCRIPTION = """\
 Computes log-probs and gradients of sampled trajectories on the tree and, with the unpatched model, one trajectory at a
 time, again, and in padded batches; compares them with one another and with a float64 copy of the model where that fits
