@@ -50,7 +50,8 @@ def test_every_plan_is_valid(tree, config):
     if config.world_size == 1 and config.sharing == "always":
         assert schedule.forward_tokens == schedule.backward_tokens == tree.num_tokens
     if config.sharing == "never":
-        assert schedule.forward_tokens == schedule.backward_tokens == tree.num_expanded_tokens
+        # A piece of a long trajectory may compute a short prefix again instead of reading a state.
+        assert schedule.tree.num_tokens == tree.num_expanded_tokens <= schedule.backward_tokens
     for index in range(tree.num_trajectories):
         path = tree.path(index)
         planned = schedule.tree.path(index)
