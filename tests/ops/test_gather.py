@@ -1,4 +1,4 @@
-"""Row gather: `pytest tests/kernels/test_gather.py`."""
+"""Row gather: `pytest tests/ops/test_gather.py`."""
 
 import numpy as np
 import pytest

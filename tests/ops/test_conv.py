@@ -1,4 +1,4 @@
-"""Tree convolution: `pytest tests/kernels/test_conv.py`."""
+"""Tree convolution: `pytest tests/ops/test_conv.py`."""
 
 import numpy as np
 import pytest

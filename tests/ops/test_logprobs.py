@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies: `pytest tests/kernels/test_logprobs.py`."""
+"""Log-probabilities and entropies: `pytest tests/ops/test_logprobs.py`."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Delta rules on trees: `pytest tests/kernels/test_linear_attention.py`."""
+"""Delta rules on trees: `pytest tests/ops/test_linear_attention.py`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tree attention: `pytest tests/kernels/test_attention.py`."""
+"""Tree attention: `pytest tests/ops/test_attention.py`."""
 
 import numpy as np
 import pytest
