@@ -1,0 +1,293 @@
+"""Peak memory of windows against the planner's counts: `python -m benchmarks.window_memory` (CPU).
+
+Three questions. Does the peak follow the planner's counts (network rows and chunk nodes whose graphs are alive, handed
+rows and states, rows of the running microbatch) times bytes that were fitted on other windows? Does it stay flat when
+the tree grows 8 times at the same depth and budget? Is everything freed at the end? Nothing is reported unless the
+windows' log-probs and gradients are those of the unpatched model in float64.
+
+Memory is that of tensors made by torch operations during the run, counted by storages (``LiveBytes``); parameters,
+their gradients and the tables of the microbatches are there before and do not count.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from matplotlib.figure import Figure
+from torch import nn
+
+from benchmarks.live_bytes import LiveBytes
+from benchmarks.tree_build import describe_machine
+from benchmarks.window_workloads import MODELS, SEED, Case, build_model, trees
+from harts_hf import Schedule, patch, unpatch
+from harts_hf.modeling.widening import float64_everywhere
+from harts_hf.planner.accounting import ChunkEnds
+from harts_hf.planner.execution import graph_tokens
+from harts_hf.runtime import Coefficients, TreeWindow, WindowRun
+
+RESULTS = Path(__file__).parent / "results" / "window_memory.json"
+BAR = 0.10
+FEATURES = (
+    "rows with a graph",
+    "chunk nodes with a graph",
+    "handed rows",
+    "handed states",
+    "rows of a forward without graph",
+    "rows of a backward",
+    "constant",
+)
+
+
+def cases() -> Iterator[Case]:
+    """Windows to fit and to predict."""
+    for tree in ("spine", "bush", "spine of long turns", "wide bush"):
+        for budget in (128, 256, 512):
+            yield Case(tree=tree, execution="replay", budget=budget)
+            yield Case(tree=tree, execution="nested", budget=budget, max_graph_tokens=2 * budget)
+        yield Case(tree=tree, execution="keep", budget=256)
+
+
+def is_fitted(case: Case) -> bool:
+    """Half the trees at two of three budgets are fitted; all else is predicted."""
+    return case.tree in ("spine", "bush") and case.budget != 256
+
+
+def check_parity(family: str) -> None:
+    """Log-probs and gradients of a cut tree in every execution against the unpatched model.
+
+    Raises:
+        SystemExit: they differ.
+    """
+    model, rows = build_model(family).double(), trees()["bush"][:4]
+    with float64_everywhere(model):
+        expected = []
+        for row in rows:
+            ids = torch.from_numpy(row)[None]
+            log_p = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+            expected.append(log_p.gather(1, ids[0, 1:, None])[:, 0])
+        model.zero_grad()
+        sum(values.sum() for values in expected).backward()
+        gradients = [gradient_of(parameter).clone() for parameter in model.parameters()]
+        for execution in ("replay", "nested", "keep"):
+            window = TreeWindow(rows, Case(tree="bush", execution=execution, budget=128).planner)
+            model.zero_grad()
+            run = WindowRun(patch(model), window)
+            log_probs = run.score().log_probs
+            counts = torch.from_numpy(window.tree.occurrence_counts.copy()).double()
+            run.backward(Coefficients(log_probs=counts), torch.Tensor.backward)
+            for index, values in enumerate(expected):
+                if (log_probs[window.label_rows(index)] - values).abs().max() > 1e-10:
+                    raise SystemExit(f"no report: log-probs of {family}, {execution}, differ from the stock model's")
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                if (gradient_of(parameter) - gradient).abs().max() > 1e-9 * gradient.abs().max():
+                    raise SystemExit(f"no report: gradients of {family}, {execution}, differ from the stock model's")
+            unpatch(model)
+
+
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
+    """The gradient that a parameter has."""
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def measure(model: nn.Module, trajectories: list[np.ndarray], case: Case) -> tuple[Schedule, np.ndarray, int]:
+    """The schedule, the peak of live bytes within each of its ops, and the bytes that stay when the run is over."""
+    window = TreeWindow(trajectories, case.planner)
+    for batch in window.batches:
+        for width in (3, 4):  # tables that are made at first use
+            batch.conv(width)
+    num_tokens = window.tree.num_tokens
+    coefficients = Coefficients(log_probs=torch.ones(num_tokens))
+    peaks: list[int] = []
+    with LiveBytes() as live:
+        run = WindowRun(model, window, mode="unscored" if case.execution == "nested" else "train")
+        run_forward = run._forward
+
+        def forward(*args: Any) -> Any:
+            return record(live, peaks, run_forward, *args)
+
+        def backward(scalar: torch.Tensor) -> None:
+            record(live, peaks, scalar.backward)
+
+        run._forward = forward  # type: ignore[method-assign, assignment]
+        if case.execution == "nested":
+            scores = run.backward_unscored(coefficients, backward, torch.ones(num_tokens, dtype=torch.bool))
+        else:
+            scores = run.score()
+            run.backward(coefficients, backward)
+        own = sum(t.nbytes for t in (scores.log_probs, scores.entropy) if t is not None)
+        return window.schedule, np.array(peaks, float), live.now - own
+
+
+def record(live: LiveBytes, peaks: list[int], function: Callable[..., Any], *args: Any) -> Any:
+    """Calls ``function`` and appends the peak of live bytes while it ran."""
+    live.restart()
+    result = function(*args)
+    peaks.append(live.peak)
+    return result
+
+
+def features(schedule: Schedule) -> np.ndarray:
+    """The planner's counts of :data:`FEATURES` while each op runs, ``[ops, 7]``."""
+    ops, microbatches = schedule.ops(dummies=False), schedule.microbatches
+    ends = ChunkEnds(schedule.tree, schedule.config.chunk_size)
+    nodes = [len(ends.chunk_nodes(microbatch)[0]) for microbatch in microbatches]
+    rows = graph_tokens(ops, microbatches)
+    table, alive = [], set()
+    for place, (kind, index) in enumerate(ops):
+        if kind == "F":
+            alive.add(index)
+        handed = [
+            schedule.exports.of[trunk] for trunk, first, last in schedule.handoff_lives[0] if first <= place <= last
+        ]
+        num_rows = microbatches[index].num_rows
+        table.append(
+            [
+                rows[place],
+                sum(nodes[i] for i in alive),
+                sum(export.rows for export in handed),
+                sum(export.states for export in handed),
+                num_rows * (kind == "S"),
+                num_rows * (kind == "B"),
+                1,
+            ]
+        )
+        if kind == "B":
+            alive.discard(index)
+    return np.array(table, float)
+
+
+def fit(measured: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """Bytes per unit of each feature, none negative, by the smallest sum of squared relative errors over all ops."""
+    table = np.concatenate([counts / peaks[:, None] for counts, peaks in measured])
+    scale = np.abs(table).max(axis=0)
+    scale[scale == 0] = 1
+    kept = np.ones(len(FEATURES), bool)
+    while True:  # features that would be negative are left out, the worst first
+        solution = np.zeros(len(FEATURES))
+        solution[kept] = np.linalg.lstsq((table / scale)[:, kept], np.ones(len(table)), rcond=None)[0]
+        if solution.min() >= 0:
+            return solution / scale
+        kept[solution.argmin()] = False
+
+
+def study(family: str) -> dict[str, Any]:
+    """Fit, predictions and growth of one model."""
+    check_parity(family)
+    model, rows = patch(build_model(family)), trees()
+    found = {}
+    for case in cases():
+        schedule, peaks, left = measure(model, rows[case.tree], case)
+        found[case] = (features(schedule), peaks, left)
+        print(f"{family}: {case.tree}, {case.execution}, {case.budget}: {peaks.max() / 1e6:.1f} MB", flush=True)
+    per_unit = fit([found[case][:2] for case in found if is_fitted(case)])
+    windows = []
+    for case, (counts, peaks, left) in found.items():
+        predicted = float((counts @ per_unit).max())
+        windows.append(
+            {
+                "tree": case.tree,
+                "execution": case.execution,
+                "budget": case.budget,
+                "fitted": is_fitted(case),
+                "peak_bytes": int(peaks.max()),
+                "predicted_bytes": int(predicted),
+                "error": round(predicted / float(peaks.max()) - 1, 4),
+                "left_bytes": left,
+            }
+        )
+    worst = max(abs(window["error"]) for window in windows if not window["fitted"])
+    return {
+        "bytes_per_unit": {name: round(float(value), 1) for name, value in zip(FEATURES, per_unit, strict=True)},
+        "worst_error_of_predicted_windows": worst,
+        "bar_met": worst <= BAR,
+        "windows": windows,
+        "growth": growth(model, rows),
+    }
+
+
+def studies() -> dict[str, Any]:
+    """:func:`study` of every model, side by side: bytes do not depend on what else runs."""
+    with ProcessPoolExecutor(len(MODELS), mp_context=get_context("spawn")) as pool:
+        return dict(zip(MODELS, pool.map(study, MODELS), strict=True))
+
+
+def growth(model: nn.Module, rows: dict[str, list[np.ndarray]]) -> list[dict[str, Any]]:
+    """Peaks of a tree and of one about 8 times as large, equally deep, at the same limits."""
+    results = []
+    for execution, limits in (
+        ("replay", {}),
+        ("replay", {"max_handoff_bytes": 2_500_000}),
+        ("nested", {"max_graph_tokens": 512}),
+        ("keep", {}),
+    ):
+        peaks, tokens, handed = [], [], []
+        for tree in ("1 history", "8 histories"):
+            schedule, ops, _ = measure(model, rows[tree], Case(tree=tree, execution=execution, budget=256, **limits))
+            peaks.append(int(ops.max()))
+            tokens.append(schedule.tree.num_tokens)
+            handed.append(schedule.peak_handoff_tokens)
+        results.append(
+            {
+                "execution": execution,
+                "limits": limits,
+                "unique_tokens": tokens,
+                "peak_handed_rows": handed,
+                "peak_bytes": peaks,
+                "ratio": round(peaks[1] / peaks[0], 3),
+            }
+        )
+        print(results[-1], flush=True)
+    return results
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Predicted against measured peaks."""
+    figure = Figure(figsize=(5 * len(MODELS), 4.5), layout="constrained")
+    for axes, family in zip(figure.subplots(1, len(MODELS)), MODELS, strict=True):
+        for is_fit, marker in ((True, "o"), (False, "x")):
+            windows = [w for w in result["models"][family]["windows"] if w["fitted"] == is_fit]
+            points = [[w[key] / 1e6 for w in windows] for key in ("peak_bytes", "predicted_bytes")]
+            axes.loglog(*points, marker, label="fitted" if is_fit else "predicted")
+        ends = np.array(axes.get_xlim())
+        axes.loglog(ends, ends, "k-", lw=0.8)
+        for factor in (1 - BAR, 1 + BAR):
+            axes.loglog(ends, factor * ends, "k:", lw=0.8)
+        axes.set(title=family, xlabel="peak of live tensors [MB]", ylabel="planner's counts x fitted bytes [MB]")
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Checks, measures and writes the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    out = parser.parse_args().out
+    result: dict[str, Any] = {
+        **describe_machine(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "seed": SEED,
+        "device": "cpu",
+        "dtype": "float32",
+        "counter": "torch dispatch mode: storages made by operations and not yet freed (benchmarks/live_bytes.py)",
+        "parity": "float64, log-probs 1e-10, gradients 1e-9 of each parameter's largest, every execution: passed",
+        "bar": BAR,
+        "models": studies(),
+    }
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(result, indent=2) + "\n")
+    plot(result, out.with_suffix(".png"))
+    for family, found in result["models"].items():
+        print(family, found["worst_error_of_predicted_windows"], found["bytes_per_unit"])
+
+
+if __name__ == "__main__":
+    main()
