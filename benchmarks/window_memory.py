@@ -188,7 +188,7 @@ def study(family: str) -> dict[str, Any]:
         found[case] = (features(schedule), peaks, left)
         print(f"{family}: {case.tree}, {case.execution}, {case.budget}: {peaks.max() / 1e6:.1f} MB", flush=True)
     per_unit = fit([found[case][:2] for case in found if is_fitted(case)])
-    windows = []
+    windows: list[dict[str, Any]] = []
     for case, (counts, peaks, left) in found.items():
         predicted = float((counts @ per_unit).max())
         windows.append(

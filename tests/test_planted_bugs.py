@@ -49,7 +49,7 @@ class Case:
 PARITY, CONTRACT, LINEAR = (
     "runtime/test_logprobs_parity.py",
     "trainers/test_trl_contract.py",
-    "kernels/test_linear_attention.py",
+    "ops/test_linear_attention.py",
 )
 CORNERS = "trainers/test_corner_rows.py"
 WINDOWS, HANDOFF = "runtime/test_windows.py", "runtime/test_handoff.py"
@@ -101,14 +101,14 @@ CASES = [
     ),
     Case(
         plant=planted.silu_in_bfloat16,
-        file="kernels/test_conv.py",
+        file="ops/test_conv.py",
         test="test_bfloat16_is_rounded_once",
         arguments={"weight_dtype": torch.float32},
         failure="assert different < 1e-3",
     ),
     Case(
         plant=planted.gather_gradient_in_bfloat16,
-        file="kernels/test_gather.py",
+        file="ops/test_gather.py",
         test="test_bfloat16_gradients_are_rounded_once",
         failure=r"assert x\.grad\.item\(\) == 1\.5",
     ),
