@@ -1,7 +1,7 @@
 """Peak memory of windows against the planner's counts: `python -m benchmarks.window_memory` (CPU).
 
-Three questions. Does the peak follow the planner's counts (network rows and chunk nodes whose graphs are alive, handed
-rows and states, rows of the running microbatch) times bytes that were fitted on other windows? Does it stay flat when
+Three questions. Does the peak follow the planner's counts (network rows and chunk nodes whose graphs are alive, rows
+that those read from trunks, handed rows and states, rows of the running microbatch) times bytes that were fitted on other windows? Does it stay flat when
 the tree grows 8 times at the same depth and budget? Is everything freed at the end? Nothing is reported unless the
 windows' log-probs and gradients are those of the unpatched model in float64.
 
@@ -10,6 +10,7 @@ their gradients and the tables of the microbatches are there before and do not c
 """
 
 import argparse
+import gc
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -37,6 +38,7 @@ BAR = 0.10
 FEATURES = (
     "rows with a graph",
     "chunk nodes with a graph",
+    "rows read by those with a graph",
     "handed rows",
     "handed states",
     "rows of a forward without graph",
@@ -98,32 +100,40 @@ def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def measure(model: nn.Module, trajectories: list[np.ndarray], case: Case) -> tuple[Schedule, np.ndarray, int]:
-    """The schedule, the peak of live bytes within each of its ops, and the bytes that stay when the run is over."""
+    """The schedule, the peak of live bytes within each of its ops, and the bytes that stay when the window is gone."""
     window = TreeWindow(trajectories, case.planner)
+    schedule = window.schedule
+    peaks: list[int] = []
     for batch in window.batches:
         for width in (3, 4):  # tables that are made at first use
             batch.conv(width)
+    with LiveBytes() as live:
+        train(model, window, live, peaks)
+        del window, batch
+        gc.collect()
+        return schedule, np.array(peaks, float), live.now
+
+
+def train(model: nn.Module, window: TreeWindow, live: LiveBytes, peaks: list[int]) -> None:
+    """Runs the schedule and appends each op's peak."""
     num_tokens = window.tree.num_tokens
     coefficients = Coefficients(log_probs=torch.ones(num_tokens))
-    peaks: list[int] = []
-    with LiveBytes() as live:
-        run = WindowRun(model, window, mode="unscored" if case.execution == "nested" else "train")
-        run_forward = run._forward
+    is_nested = window.schedule.execution == "nested"
+    run = WindowRun(model, window, mode="unscored" if is_nested else "train")
+    run_forward = run._forward
 
-        def forward(*args: Any) -> Any:
-            return record(live, peaks, run_forward, *args)
+    def forward(*args: Any) -> Any:
+        return record(live, peaks, run_forward, *args)
 
-        def backward(scalar: torch.Tensor) -> None:
-            record(live, peaks, scalar.backward)
+    def backward(scalar: torch.Tensor) -> None:
+        record(live, peaks, scalar.backward)
 
-        run._forward = forward  # type: ignore[method-assign, assignment]
-        if case.execution == "nested":
-            scores = run.backward_unscored(coefficients, backward, torch.ones(num_tokens, dtype=torch.bool))
-        else:
-            scores = run.score()
-            run.backward(coefficients, backward)
-        own = sum(t.nbytes for t in (scores.log_probs, scores.entropy) if t is not None)
-        return window.schedule, np.array(peaks, float), live.now - own
+    run._forward = forward  # type: ignore[method-assign, assignment]
+    if is_nested:
+        run.backward_unscored(coefficients, backward, torch.ones(num_tokens, dtype=torch.bool))
+    else:
+        run.score()
+        run.backward(coefficients, backward)
 
 
 def record(live: LiveBytes, peaks: list[int], function: Callable[..., Any], *args: Any) -> Any:
@@ -135,7 +145,7 @@ def record(live: LiveBytes, peaks: list[int], function: Callable[..., Any], *arg
 
 
 def features(schedule: Schedule) -> np.ndarray:
-    """The planner's counts of :data:`FEATURES` while each op runs, ``[ops, 7]``."""
+    """The planner's counts of :data:`FEATURES` while each op runs, ``[ops, 8]``."""
     ops, microbatches = schedule.ops(dummies=False), schedule.microbatches
     ends = ChunkEnds(schedule.tree, schedule.config.chunk_size)
     nodes = [len(ends.chunk_nodes(microbatch)[0]) for microbatch in microbatches]
@@ -152,6 +162,7 @@ def features(schedule: Schedule) -> np.ndarray:
             [
                 rows[place],
                 sum(nodes[i] for i in alive),
+                sum(microbatches[i].num_prefix for i in alive),
                 sum(export.rows for export in handed),
                 sum(export.states for export in handed),
                 num_rows * (kind == "S"),
