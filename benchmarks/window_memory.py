@@ -1,9 +1,9 @@
 """Peak memory of windows against the planner's counts: `python -m benchmarks.window_memory` (CPU).
 
 Three questions. Does the peak follow the planner's counts (network rows and chunk nodes whose graphs are alive, rows
-that those read from trunks, handed rows and states, rows of the running microbatch) times bytes that were fitted on other windows? Does it stay flat when
-the tree grows 8 times at the same depth and budget? Is everything freed at the end? Nothing is reported unless the
-windows' log-probs and gradients are those of the unpatched model in float64.
+that those read from trunks, handed rows and states, rows of the running microbatch) times bytes that were fitted on
+other windows? Does it stay flat when the tree grows 8 times at the same depth and budget? Is everything freed at the
+end? Nothing is reported unless the windows' log-probs and gradients are those of the unpatched model in float64.
 
 Memory is that of tensors made by torch operations during the run, counted by storages (``LiveBytes``); parameters,
 their gradients and the tables of the microbatches are there before and do not count.
