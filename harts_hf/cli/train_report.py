@@ -47,6 +47,13 @@ class TrainReport(TrainerCallback):
             parameters = sum(parameter.numel() for parameter in kwargs["model"].parameters())
             print(f"training {parameters:,} parameters for {state.max_steps} steps, output in {args.output_dir}")
 
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Logs the last step too, where the logging interval does not divide the number of steps."""
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -110,11 +117,14 @@ class TrainReport(TrainerCallback):
         def total(name: str) -> int:
             return round(sum(entry.get(name, 0.0) * span for entry, span in zip(self._entries, spans, strict=True)))
 
+        def mean_reward(logs: np.ndarray) -> float:
+            return float(np.average(rewards[logs], weights=spans[logs]))
+
         return {
             "steps": int(steps[-1]),
             "window_steps": WINDOW,
-            "first_mean_reward": float(rewards[steps <= max(WINDOW, steps[0])].mean()),
-            "last_mean_reward": float(rewards[steps > steps[-1] - WINDOW].mean()),
+            "first_mean_reward": mean_reward(steps <= max(WINDOW, steps[0])),
+            "last_mean_reward": mean_reward(steps > steps[-1] - WINDOW),
             "sharing_ratio": total("tree/expanded_tokens") / max(total("tree/forward_tokens"), 1),
             "forward_tokens": total("tree/forward_tokens"),
             "backward_tokens": total("tree/backward_tokens"),

@@ -43,25 +43,27 @@ def test_every_recipe_builds_and_says_what_it_is(recipe, tmp_path):
 
 
 def test_a_run_leaves_everything_in_its_folder(tmp_path, capsys):
-    """Three steps: checkpoint with tokenizer, metrics, pictures, summary, and a line of progress a log."""
-    arguments = [TINY, *SMALL, "--max_steps", "3", "--logging_steps", "1", "--output_dir", str(tmp_path)]
+    """Three steps logged as two and one: checkpoint with tokenizer, metrics, pictures, summary, lines of progress."""
+    arguments = [TINY, *SMALL, "--max_steps", "3", "--logging_steps", "2", "--output_dir", str(tmp_path)]
     assert harts(["train", *arguments]) == 0
     progress = capsys.readouterr().out
-    assert [line.split()[1] for line in progress.splitlines() if line.startswith("step")] == ["1/3", "2/3", "3/3"]
+    assert [line.split()[1] for line in progress.splitlines() if line.startswith("step")] == ["2/3", "3/3"]
     names = {path.name for path in tmp_path.iterdir()}
     assert {"checkpoint-3", "model.safetensors", "config.json", "tokenizer.json"} <= names
     assert {"metrics.jsonl", "reward.png", "tree.png", "summary.json"} <= names
     assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in metrics] == [1, 2, 3]
+    assert [entry["step"] for entry in metrics] == [2, 3]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 3
     for name in ("forward", "backward", "expanded"):
-        assert summary[f"{name}_tokens"] == round(sum(entry[f"tree/{name}_tokens"] for entry in metrics))
+        first, last = (entry[f"tree/{name}_tokens"] for entry in metrics)  # means over the steps of a log
+        assert summary[f"{name}_tokens"] == 2 * first + last
     assert summary["expanded_tokens"] > summary["forward_tokens"] > 0
     assert summary["sharing_ratio"] > 1.2
-    rewards = [entry["reward"] for entry in metrics]
-    assert summary["first_mean_reward"] == summary["last_mean_reward"] == pytest.approx(sum(rewards) / 3)
+    # Both windows span the whole run, each step counted once.
+    mean = (2 * metrics[0]["reward"] + metrics[1]["reward"]) / 3
+    assert summary["first_mean_reward"] == summary["last_mean_reward"] == pytest.approx(mean)
     assert summary["seconds"] > 0
 
     # The model that it saved can be trained on, by its path.
