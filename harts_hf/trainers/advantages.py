@@ -21,6 +21,7 @@ class TreeAdvantages:
     # What TRL's trainer sets.
     model: Any
     args: Any
+    accelerator: Any
     rollout_func: Any
     reward_weights: torch.Tensor
     scale_rewards: Any
@@ -84,7 +85,8 @@ class TreeAdvantages:
         weights = self.reward_weights.to(self._rewards_per_func.device)
         unscorable = self._rewards_per_func.isnan().all(dim=1)  # TRL leaves such rows out of every mean
         total = (self._rewards_per_func * weights).nansum(dim=1).masked_fill(unscorable, torch.nan)
-        rewards = total.cpu().numpy()
+        rows = len(output["completion_ids"])
+        rewards = self._local(total, rows, group_size).cpu().numpy()
         prompts = _real(output["prompt_ids"], output["prompt_mask"])
         completions = _real(output["completion_ids"], output["completion_mask"])
         by_policy = _real(output.get("tool_mask", output["completion_mask"]), output["completion_mask"])
@@ -93,6 +95,22 @@ class TreeAdvantages:
         groups = np.arange(len(rewards)) // group_size
         advantages = turn_advantages(trajectories, spans, rewards, groups, scale=self.scale_rewards)
         return [row[len(prompt) :] for row, prompt in zip(advantages, prompts, strict=True)]
+
+    def _local(self, rewards: torch.Tensor, rows: int, group_size: int) -> torch.Tensor:
+        """This rank's part of rewards that TRL gathered.
+
+        Raises:
+            ValueError: groups that lie on several ranks, or a scale over all ranks: turns are compared on one rank.
+        """
+        if len(rewards) == rows:
+            return rewards
+        if rows % group_size or self.scale_rewards == "batch":
+            raise ValueError(
+                f"expected whole groups on each rank and scale_rewards 'group' or 'none' with tree_credit='turn' on "
+                f"several ranks, got {rows} rows a rank for groups of {group_size}, scale_rewards={self.scale_rewards!r}"
+            )
+        first = self.accelerator.process_index * rows
+        return rewards[first : first + rows]
 
 
 def turn_spans(mask: np.ndarray, offset: int) -> list[tuple[int, int]]:
