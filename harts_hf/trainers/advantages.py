@@ -107,7 +107,8 @@ class TreeAdvantages:
         if rows % group_size or self.scale_rewards == "batch":
             raise ValueError(
                 f"expected whole groups on each rank and scale_rewards 'group' or 'none' with tree_credit='turn' on "
-                f"several ranks, got {rows} rows a rank for groups of {group_size}, scale_rewards={self.scale_rewards!r}"
+                f"several ranks, got {rows} rows a rank for groups of {group_size} and "
+                f"scale_rewards={self.scale_rewards!r}"
             )
         first = self.accelerator.process_index * rows
         return rewards[first : first + rows]
