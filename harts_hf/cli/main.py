@@ -9,7 +9,7 @@ COMMANDS = {
     "train": "train a model on rollout trees by a recipe: harts train RECIPE [--field value ...]",
     "plan": "what tree training would do for a rollout file: harts plan ROLLOUTS [--plot out.png]",
     "verify": "compare tree and expanded computation on your model: harts verify --model M ROLLOUTS",
-    "bench": "measure tree against expanded training: harts bench RECIPE; or harts bench --fit-cost",
+    "bench": "fit the planner's cost model to this machine: harts bench --fit-cost --model M --out cost.json",
 }
 
 
@@ -44,9 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(harts_hf.__version__)
         return 0
     name = arguments[0]
-    if name == "bench" and "--fit-cost" in arguments:
-        return import_module("harts_hf.cli.fit_cost").main(arguments[1:])
     if name not in available_commands():
         print(f"harts: expected a command ({', '.join(available_commands())}), got {name!r}", file=sys.stderr)
         return 2
-    return import_module(f"harts_hf.cli.{name}").main(arguments[1:]) or 0
+    try:
+        return import_module(f"harts_hf.cli.{name}").main(arguments[1:]) or 0
+    except (OSError, EOFError, ValueError) as error:
+        print(f"harts {name}: {error}", file=sys.stderr)
+        return 2

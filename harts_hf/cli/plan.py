@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,8 @@ def plan_report(groups: Sequence[RolloutGroup], config: PlannerConfig) -> dict[s
     schedule = plan_window(trees, config)
     # A bound, not a plan: the gain is not flattered by how well trajectories happen to pack.
     alone = no_sharing_bound(schedule.tree, config, schedule.execution)
+    if alone <= schedule.estimated_seconds:  # the bound says nothing: many ranks, few trajectories, little to share
+        alone = plan_window(trees, replace(config, sharing="never")).estimated_seconds
     total = {
         "group": "all",
         **{key: sum(row[key] for row in rows) for key in ("trajectories", "expanded", "unique", "replay")},

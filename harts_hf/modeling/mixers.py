@@ -157,6 +157,10 @@ class _AttentionOn:
     ) -> tuple[torch.Tensor, None]:
         if self.handed is not None:
             key, value = self.handed.update(key, value, module.layer_idx)  # type: ignore[arg-type]
+        device = query.device.type
+        if torch.is_autocast_enabled(device):  # stock attention is on autocast's list; rotary keys come in float32
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         return tree_attention(query, key, value, self.batch.attention, scale=scaling), None
 
 

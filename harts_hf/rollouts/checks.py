@@ -19,6 +19,8 @@ def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int 
         ValueError: missing keys, another number of rows, an empty prompt or completion, token ids out of range, a
             mask, log-probs or advantages of another length or not finite, a mask that is not 0 or 1.
     """
+    if not isinstance(output, dict):
+        raise ValueError(f"expected rollout_func to return a dict, got {type(output).__name__}")
     missing = [key for key in REQUIRED if key not in output]
     if missing:
         raise ValueError(f"expected rollout_func to return {', '.join(REQUIRED)}, got no {', '.join(missing)}")
@@ -48,6 +50,8 @@ def _check_tokens(tokens: Any, name: str, vocab_size: int | None) -> None:
 
 
 def _check_values(values: Any, name: str, length: int, *, binary: bool) -> None:
+    if not hasattr(values, "__len__"):
+        raise ValueError(f"expected {name} to be a list of {length} entries, got {values!r}")
     if len(values) != length:
         raise ValueError(f"expected {name} to have {length} entries, one per completion token, got {len(values)}")
     for position, value in enumerate(values):

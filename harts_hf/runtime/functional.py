@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from numpy.typing import ArrayLike
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from harts_hf.modeling import patch
 from harts_hf.planner import PlannerConfig
@@ -80,6 +81,7 @@ class _ScheduledLogProbs(torch.autograd.Function):
         return scores.log_probs, scores.entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, log_prob_gradients: torch.Tensor | None, entropy_gradients: torch.Tensor | None) -> Any:
         if ctx.run is None:
             raise RuntimeError("backward through tree_logprobs a second time: its schedule runs once")

@@ -75,6 +75,13 @@ class TreeOptions:
         },
     )
 
+    def check_tree_options(self) -> None:
+        """Raises ValueError for options that cannot work, before anything is sampled."""
+        temperature = getattr(self, "temperature", 1.0)
+        if not temperature > 0:
+            raise ValueError(f"expected a temperature above 0, got {temperature}")
+        self.planner_config()
+
     def planner_config(self) -> PlannerConfig:
         """The planner's settings.
 
@@ -116,7 +123,7 @@ class TreeGRPOConfig(TreeOptions, GRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.planner_config()
+        self.check_tree_options()
         if self.tree_credit not in CREDITS:
             raise ValueError(f"expected tree_credit to be one of {', '.join(CREDITS)}, got {self.tree_credit!r}")
 
@@ -129,7 +136,7 @@ class TreeGMPOConfig(TreeOptions, GMPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.planner_config()
+        self.check_tree_options()
 
 
 @dataclass
@@ -140,4 +147,4 @@ class TreeRLOOConfig(TreeOptions, RLOOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.planner_config()
+        self.check_tree_options()

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import trl
+from accelerate.utils import DistributedType
 from packaging.version import Version
 from torch import nn
 from transformers.training_args import OptimizerNames
@@ -13,6 +14,7 @@ from harts_hf.modeling import patch
 from harts_hf.runtime import HeadOptions
 from harts_hf.trainers.collator import TreeDataCollator
 from harts_hf.trainers.ranks import check_backend
+from harts_hf.trainers.resuming import load_weights
 from harts_hf.trainers.rows import PaddedRows, plan_rows, spread
 
 TRL_RANGE = ("1.16", "1.17")
@@ -94,6 +96,14 @@ class TreeHooks:
         scores = run.score(return_entropy=compute_entropy)
         entropy = None if scores.entropy is None else spread(scores.entropy, index)
         return spread(scores.log_probs, index), entropy, None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Trainer's, but whole models are loaded with the names that they were saved under."""
+        parent: Any = super()
+        target = self.model if model is None else model
+        sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        if sharded or hasattr(target, "peft_config") or not load_weights(target, resume_from_checkpoint):
+            parent._load_from_checkpoint(resume_from_checkpoint, model)
 
 
 AUX_LOSS_MESSAGE = (

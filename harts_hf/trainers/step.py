@@ -164,7 +164,8 @@ class TreeStep(_BaseTrainer):
 
     def _log_window(self, window: TreeWindow, difference: float) -> None:
         schedule = window.schedule
-        self._log_tree("sharing_ratio", window.rollout_tree.sharing_ratio)
+        # What was reached, not what the tokens would allow: a feature that does nothing has to show.
+        self._log_tree("sharing_ratio", window.rollout_tree.num_expanded_tokens / schedule.backward_tokens)
         self._log_tree("expanded_tokens", window.rollout_tree.num_expanded_tokens)
         self._log_tree("forward_tokens", schedule.forward_tokens)
         self._log_tree("backward_tokens", schedule.backward_tokens)

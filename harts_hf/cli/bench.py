@@ -50,9 +50,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="harts bench --fit-cost", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="harts bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--fit-cost", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--fit-cost", action="store_true", required=True, help="what to measure: the cost model")
     parser.add_argument("--model", required=True, help="name or folder of a Hugging Face model")
     parser.add_argument("--random-weights", action="store_true", help="read the configuration only")
     parser.add_argument("--out", default="cost.json", help="the file to write (default: %(default)s)")
