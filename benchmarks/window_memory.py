@@ -43,6 +43,7 @@ FEATURES = (
     "handed states",
     "rows of a forward without graph",
     "rows of a backward",
+    "rows read by a backward",
     "constant",
 )
 
@@ -145,7 +146,7 @@ def record(live: LiveBytes, peaks: list[int], function: Callable[..., Any], *arg
 
 
 def features(schedule: Schedule) -> np.ndarray:
-    """The planner's counts of :data:`FEATURES` while each op runs, ``[ops, 8]``."""
+    """The planner's counts of :data:`FEATURES` while each op runs, ``[ops, 9]``."""
     ops, microbatches = schedule.ops(dummies=False), schedule.microbatches
     ends = ChunkEnds(schedule.tree, schedule.config.chunk_size)
     nodes = [len(ends.chunk_nodes(microbatch)[0]) for microbatch in microbatches]
@@ -167,6 +168,7 @@ def features(schedule: Schedule) -> np.ndarray:
                 sum(export.states for export in handed),
                 num_rows * (kind == "S"),
                 num_rows * (kind == "B"),
+                microbatches[index].num_prefix * (kind == "B"),  # an MLA's expanded keys and their gradients
                 1,
             ]
         )
