@@ -19,6 +19,9 @@ LOGIT_SCALES = (
     "lm_head_multiplier",
     "logits_scaling",
 )
+# Configuration keys of lightning attention's layers. Ling-2.6 shares its model_type with Ling-3.0, and Transformers
+# would build Ling-3.0's layers from it.
+LIGHTNING_KEYS = ("group_norm_size", "linear_silu", "linear_rope", "linear_mode")
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
@@ -71,6 +74,12 @@ def _check_layers(config: Any) -> None:
         raise UnsupportedModelError(
             f"expected layers of types {sorted(LAYER_TYPES)}, got {unknown} (sliding windows, indexers, lightning "
             "attention and Mamba layers are not supported)"
+        )
+    lightning = [key for key in LIGHTNING_KEYS if getattr(config, key, None) not in (None, False)]
+    if lightning:
+        raise UnsupportedModelError(
+            f"expected Ling-3.0's KDA layers, got a configuration of lightning attention ({', '.join(lightning)}, as "
+            "Ling-2.6 has)"
         )
     if "linear_attention" not in config.layer_types:
         raise UnsupportedModelError("expected at least one linear_attention layer, got none")

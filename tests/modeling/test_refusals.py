@@ -45,6 +45,11 @@ def test_layer_types(layer):
     refused(model, layer)
 
 
+def test_lightning_layers_of_ling_2_6():
+    """Ling-2.6 has Ling-3.0's model_type; keys that only lightning layers have tell them apart."""
+    refused(tiny_model("bailing_hybrid", group_norm_size=4, linear_silu=True), "lightning attention.*Ling-2.6")
+
+
 def test_no_linear_layer():
     """A model of full attention only is none of ours."""
     model = tiny_model("qwen3_5_text")
