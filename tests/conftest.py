@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared_data import data_folder
 
 # Before anything imports Triton, which reads it then: without a GPU, kernels run in Triton's interpreter.
 if not torch.cuda.is_available():
@@ -14,12 +15,7 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The folder of real rollouts; missing data fails under CI and skips elsewhere."""
-    folder = Path(os.environ.get("HARTS_DATA", Path(__file__).parents[2] / "shared" / "data"))
-    if not folder.is_dir():
-        if os.environ.get("CI"):
-            pytest.fail(f"no data at {folder}: set HARTS_DATA")
-        pytest.skip(f"no data at {folder}: set HARTS_DATA")
-    return folder
+    return data_folder()
 
 
 @pytest.fixture(autouse=True)

@@ -36,10 +36,10 @@ def check_backend(accelerator: Any, execution: str) -> None:
         )
 
 
-def agreed_count(accelerator: Any, count: int) -> int:
-    """The largest count over all ranks; a collective."""
+def agreed_count(accelerator: Any, count: int) -> int | None:
+    """The largest count over all ranks, a collective; None with one process, which has nobody to agree with."""
     if accelerator.num_processes == 1:
-        return count
+        return None
     return int(accelerator.gather(torch.tensor([count], device=accelerator.device)).max())
 
 

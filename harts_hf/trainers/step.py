@@ -120,7 +120,7 @@ class TreeStep(_BaseTrainer):
             offload=self.args.tree_offload_handoff,
             expand_latents=self.args.tree_handoff_latents == "expanded",
             scoring_model=scoring_model(self.accelerator, model),
-            count=agreed_count(self.accelerator, len(window.batches)) if self.accelerator.num_processes > 1 else None,
+            count=agreed_count(self.accelerator, len(window.batches)),
             sync_context=sync_context(self.accelerator, model),
             mode=mode,
         )
