@@ -109,7 +109,7 @@ def main() -> None:
         torch.save({name: value.cpu() for name, value in parameters.items()}, folder / f"{kind}-{backend}.pt")
     torch.distributed.barrier()  # neither rank leaves while the other still needs it
     if kind == "untouched":
-        os._exit(0)  # DDP still holds reductions that nobody finished, and gloo may abort when it is torn down with them
+        os._exit(0)  # gloo may abort when it is torn down with the reductions that DDP has not finished
     torch.distributed.destroy_process_group()
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import shapes
 
@@ -33,7 +33,6 @@ def chunks_by_definition(tree, size):
     return nodes
 
 
-@settings(deadline=None)
 @given(trees_and_chunk_sizes())
 def test_chunk_tree_equals_its_definition(tree_and_size):
     """Nodes, rows, parents, levels and owners are those of the definition."""
@@ -58,7 +57,6 @@ def test_chunk_tree_equals_its_definition(tree_and_size):
         assert chunks.rows[first, chunks.owner_slot[row]] == row
 
 
-@settings(deadline=None)
 @given(trees_and_chunk_sizes(), st.data())
 def test_part_of_a_tree_starts_from_boundary_states(tree_and_size, data):
     """The rows from a chunk boundary on, taken alone, have the same nodes and say which start from outside."""

@@ -47,7 +47,7 @@ def test_nested_forwards_each_row_once_on_a_wide_tree():
     assert schedule.peak_handoff_tokens < 1000
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), budget=st.integers(64, 200))
 def test_no_piece_ties_subtrees(seed, budget):
     """Of a piece that finishes what only earlier pieces hold, no row is above the row that follows the piece."""

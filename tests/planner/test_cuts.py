@@ -22,7 +22,6 @@ def walk_of(shape, deepest="last"):
     return tree, Traversal.of_tree(tree).reordered(deepest=deepest)
 
 
-@settings(deadline=None)
 @given(shapes(), st.sampled_from(["first", "last"]), st.sampled_from([1, 2, 4]))
 def test_walk_and_cut_table(shape, deepest, size):
     """A walk visits every row once, parents first; the table's sums equal sums over its rows."""
@@ -49,7 +48,6 @@ def test_walk_and_cut_table(shape, deepest, size):
             assert sorted(path) == tree.path_to(int(rows[stop]))[:-1].tolist()
 
 
-@settings(deadline=None)
 @given(shapes(), st.integers(4, 40), st.sampled_from([None, 4, 9]))
 def test_greedy_pieces_keep_limits(shape, max_rows, max_linear):
     """Pieces cover the walk, hold at most the limits, and none could take the next cut as well (when not aligned)."""
@@ -86,7 +84,6 @@ def test_aligned_cuts_leave_no_chunk_unfinished(shape):
             assert table.place[cut + 1] - piece.start > 12
 
 
-@settings(deadline=None)
 @given(st.lists(shapes(), min_size=1, max_size=3), st.integers(0, 3))
 def test_even_pieces_are_no_slower_than_greedy_ones(all_shapes, extra):
     """With as many pieces as the greedy cut, or more, the slowest piece is not slower."""
@@ -109,7 +106,7 @@ def test_even_pieces_are_no_slower_than_greedy_ones(all_shapes, extra):
     assert slowest(even) <= slowest(greedy) * 1.002 + 1e-12  # the search stops within 1e-3 of the least
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(shapes(max_nodes=11, max_length=5), st.integers(4, 16))
 def test_whole_paths_against_every_split(shape, max_rows):
     """Without handoff the rows are the fewest of all splits of the leaves into runs within the budget."""

@@ -40,7 +40,7 @@ def configs(draw):
     )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(trees(), configs())
 def test_every_plan_is_valid(tree, config):
     """All invariants hold for any forest and any choice, and nothing is computed twice on one rank."""
@@ -58,7 +58,7 @@ def test_every_plan_is_valid(tree, config):
         assert schedule.tree.depth[planned].tolist() == tree.depth[path].tolist()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(trees(), configs(), st.data())
 def test_limits_hold_or_the_smallest_that_works_is_named(tree, config, data):
     """Under limits of memory a plan keeps them; if none is found, the limit named in the error works."""
@@ -76,7 +76,7 @@ def test_limits_hold_or_the_smallest_that_works_is_named(tree, config, data):
     schedule.validate()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(trees(), configs())
 def test_without_handoff_paths_are_whole(tree, config):
     """handoff=False: no microbatch reads another; only a single path may exceed the budget."""
@@ -109,7 +109,7 @@ def counts_by_definition(schedule, microbatch):
     }
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(trees(), configs())
 def test_counts_equal_brute_force(tree, config):
     """Work of every microbatch, and peaks of every rank, equal a slow count from the definitions."""
@@ -144,7 +144,7 @@ def test_counts_equal_brute_force(tree, config):
     assert schedule.replay_tokens == sum(m.work.linear_rows - m.work.rows for m in schedule.measures)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(trees(), configs())
 def test_json_round_trip(tree, config):
     """A schedule from JSON is the same, with the tree given or rebuilt from its shape."""

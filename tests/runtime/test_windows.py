@@ -39,7 +39,7 @@ def test_activation_checkpointing(family, execution):
     check_parity(model, branching(127, vocab=VOCAB), planner(70, execution))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     family=st.sampled_from(FAMILIES),
     execution=st.sampled_from(EXECUTIONS),
