@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from support.trees import branching, random_trajectories
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from harts_hf.batch import AttentionIntervals
@@ -107,6 +109,29 @@ def test_memory_grows_with_the_block_and_not_with_the_square(monkeypatch):
         largest = max(largest, mask.numel())
         assert mask.any(0).all() and len(keys) <= 2 * 50 + 1  # the root and at most two children
     assert largest <= 16 * 101
+
+
+class LargestFloat(TorchDispatchMode):
+    """Elements of the largest floating-point tensor that an operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+        self.largest = max(self.largest, *sizes, 0)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_weights_of_a_block_never_exist(shape, dtype):
+    """In both directions nothing is larger than one head's mask: an MLA's unequal dims and grouped heads included."""
+    tree = RolloutTree.from_trajectories([np.arange(300)])
+    leaves = [x.requires_grad_() for x in tensors(tree.num_tokens, **shape, dtype=dtype)]
+    with LargestFloat() as seen:
+        tree_attention(*leaves, intervals_of(tree), scale=0.3).sum().backward()
+    assert seen.largest <= 256 * 256  # the weights are one such matrix a head
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from harts_hf.batch import AttentionIntervals
 from harts_hf.kernels.checks import exact_backward, wide_dtype
@@ -34,7 +34,13 @@ def _blocks(intervals: AttentionIntervals, num_rows: int) -> Iterator[tuple[slic
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    dim = v.shape[3]
+    if q.device.type == "cpu" and q.shape[3] > dim:
+        # An MLA's values are narrower than its keys. PyTorch's blockwise CPU kernel wants one dim; without it the
+        # weights of all heads for the whole block exist, several times over in the backward.
+        v = pad(v, (0, q.shape[3] - dim))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out[..., :dim]
 
 
 class _TreeAttention(torch.autograd.Function):
