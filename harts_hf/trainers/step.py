@@ -15,7 +15,7 @@ from harts_hf.runtime import Coefficients, HeadOptions, Scores, TreeWindow, Wind
 from harts_hf.trainers.collator import TreeDataCollator
 from harts_hf.trainers.ranks import agreed_count, backward_function, scoring_model, sync_context
 from harts_hf.trainers.rows import PaddedRows, collect, plan_rows, spread
-from harts_hf.trainers.skipping import reason_to_score
+from harts_hf.trainers.skipping import check_reach, placeholders, reason_to_score
 
 Slices = list[dict[str, Any]]
 Indices = list[NDArray[np.int64]]
@@ -63,12 +63,17 @@ class TreeStep(_BaseTrainer):
         window, indices = plan_rows([_padded_rows(one) for one in slices], collator)
         window.to(self.args.device)
         self._log_tree("planning_seconds", time.perf_counter() - started)
-        skips = prevented is None and window.schedule.execution == "nested" and len(window.batches) > 1
-        self._log_tree("scoring_skipped", skips)
+        coefficients = None
+        if prevented is None and window.schedule.execution == "nested" and len(window.batches) > 1:
+            coefficients = self._coefficients_of_placeholders(model, window, slices, indices, num_items)
+            prevented = None if coefficients is not None else "loss_of_log_probs"
+        self._log_tree("scoring_skipped", coefficients is not None)
         if prevented is not None:
             self._log_tree(f"scoring_needed_by/{prevented}", 1)
-        phases = self._without_scoring if skips else self._with_scoring
-        loss, difference = phases(model, window, slices, indices, num_items)
+        if coefficients is None:
+            loss, difference = self._with_scoring(model, window, slices, indices, num_items)
+        else:
+            loss, difference = self._without_scoring(model, window, slices, indices, num_items, coefficients), 0.0
         self._log_window(window, difference)
         return loss
 
@@ -86,30 +91,44 @@ class TreeStep(_BaseTrainer):
         return loss, run.recompute_difference
 
     def _without_scoring(
-        self, model: nn.Module, window: TreeWindow, slices: Slices, indices: Indices, num_items: Any
-    ) -> tuple[torch.Tensor, float]:
-        """Coefficients from TRL's loss on placeholders, then the schedule, then TRL's loss on the true values."""
+        self,
+        model: nn.Module,
+        window: TreeWindow,
+        slices: Slices,
+        indices: Indices,
+        num_items: Any,
+        coefficients: Coefficients,
+    ) -> torch.Tensor:
+        """The schedule with coefficients that are known before, then TRL's loss on the true values."""
         started = time.perf_counter()
-        zeros = torch.zeros(window.tree.num_tokens, device=self.args.device)
-        kept = {name: list(values) for name, values in self._metrics["train"].items()}
-        _, coefficients = self._loss_coefficients(
-            model, slices, indices, Scores(log_probs=zeros, entropy=zeros), num_items
-        )
-        self._metrics["train"].clear()
-        self._metrics["train"].update(kept)
         wanted = np.zeros(window.tree.num_tokens, bool)
         for index in indices:
             wanted[index[index >= 0]] = True
         scores = self._tree_run(model, window, mode="unscored").backward_unscored(
-            Coefficients(log_probs=coefficients.log_probs),
-            backward_function(self.accelerator),
-            torch.from_numpy(wanted).to(self.args.device),
+            coefficients, backward_function(self.accelerator), torch.from_numpy(wanted).to(self.args.device)
         )
         with torch.no_grad():
             loss = self._loss(model, slices, [self._leaves(scores, index) for index in indices], num_items)
         self._log_tree("scoring_seconds", 0.0)
         self._log_tree("backward_seconds", time.perf_counter() - started)
-        return torch.stack(loss).sum(), 0.0
+        return torch.stack(loss).sum()
+
+    def _coefficients_of_placeholders(
+        self, model: nn.Module, window: TreeWindow, slices: Slices, indices: Indices, num_items: Any
+    ) -> Coefficients | None:
+        """The coefficients by log-probs if they are the same at all placeholders and none is by an entropy."""
+        kept = {name: list(values) for name, values in self._metrics["train"].items()}
+        found: list[Coefficients] = []
+        for log_probs, entropy in placeholders(window.tree.num_tokens, self.args.device):
+            scores = Scores(log_probs=log_probs, entropy=entropy)
+            found.append(self._loss_coefficients(model, slices, indices, scores, num_items)[1])
+        self._metrics["train"].clear()
+        self._metrics["train"].update(kept)
+        first, *others = found
+        known = all(torch.equal(first.log_probs, other.log_probs) for other in others)
+        if not known or any(one.entropy is not None and one.entropy.any() for one in found):
+            return None
+        return Coefficients(log_probs=first.log_probs)
 
     def _tree_run(self, model: nn.Module, window: TreeWindow, mode: Any = "train") -> WindowRun:
         return WindowRun(
@@ -131,6 +150,8 @@ class TreeStep(_BaseTrainer):
         """TRL's loss of every slice on leaf log-probs, and its derivatives per row of the tree."""
         leaves = [tuple(leaf.requires_grad_() for leaf in self._leaves(scores, index)) for index in indices]
         losses = self._loss(model, slices, leaves, num_items)
+        for loss, pair in zip(losses, leaves, strict=True):
+            check_reach(loss, pair)
         gradients = [
             torch.autograd.grad(loss, pair, allow_unused=True) for loss, pair in zip(losses, leaves, strict=True)
         ]

@@ -1,0 +1,102 @@
+"""Losses of a user's own: a subclass of TreeGRPOTrainer trains like that of GRPOTrainer, or is refused."""
+
+import pytest
+import torch
+from support.trainer_runs import assert_same_training, run_trainer
+from trl import GRPOConfig, GRPOTrainer
+
+from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
+from harts_hf.trainers import skipping
+
+CUT = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64}
+
+
+def log_probs_and_entropies(trainer, model, inputs):
+    """Through TRL's own hook, as its losses do."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    columns = inputs["completion_ids"].shape[1]
+    return trainer._get_per_token_logps_and_entropies(model, ids, mask, columns, compute_entropy=True)[:2]
+
+
+class SquaredLogProbs:
+    """A penalty whose derivative is a log-prob's value."""
+
+    def _compute_loss(self, model, inputs):
+        log_probs, _ = log_probs_and_entropies(self, model, inputs)
+        mask = inputs["completion_mask"]
+        return super()._compute_loss(model, inputs) + 0.1 * (log_probs**2 * mask).sum() / mask.sum()
+
+
+class Hinge:
+    """A penalty that only unlikely tokens feel, added in the outermost method."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        log_probs, _ = log_probs_and_entropies(self, model, inputs)
+        return super().compute_loss(model, inputs) + 0.01 * torch.relu(-3.5 - log_probs).mean()
+
+
+class Entropies:
+    """A term in entropies, which TRL's settings know nothing of."""
+
+    def _compute_loss(self, model, inputs):
+        _, entropies = log_probs_and_entropies(self, model, inputs)
+        return super()._compute_loss(model, inputs) - 0.1 * (entropies * inputs["completion_mask"]).mean()
+
+
+class RunsTheModel:
+    """A supervised term: the model itself runs inside the loss."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs)
+        return loss + model(input_ids=inputs["prompt_ids"], labels=inputs["prompt_ids"]).loss
+
+
+def pair(loss):
+    """The loss on TRL's trainer and on ours."""
+    return (type(f"{base.__name__}With{loss.__name__}", (loss, base), {}) for base in (GRPOTrainer, TreeGRPOTrainer))
+
+
+@pytest.mark.parametrize("loss", [SquaredLogProbs, Hinge, Entropies])
+def test_custom_loss_is_scored_and_equals_trl(loss, tmp_path):
+    """The scoring pass comes back for a loss that TRL does not know, and a metric says so."""
+    stock, tree = pair(loss)
+    expected = run_trainer(stock, GRPOConfig, tmp_path / "stock")
+    got = run_trainer(tree, TreeGRPOConfig, tmp_path / "tree", **CUT)
+    assert_same_training(expected, got)
+    for log in got[1][:-1]:
+        assert log["tree/scoring_skipped"] == 0
+        assert log["tree/scoring_needed_by/custom_loss"] == 1
+
+
+@pytest.mark.parametrize("loss", [SquaredLogProbs, Entropies])
+def test_placeholders_show_a_loss_of_values(loss, tmp_path, monkeypatch):
+    """A loss that hides from the list of methods gives other coefficients at other placeholders."""
+    monkeypatch.setattr(skipping, "has_custom_loss", lambda trainer: False)
+    stock, tree = pair(loss)
+    expected = run_trainer(stock, GRPOConfig, tmp_path / "stock")
+    got = run_trainer(tree, TreeGRPOConfig, tmp_path / "tree", **CUT)
+    assert_same_training(expected, got)
+    for log in got[1][:-1]:
+        assert log["tree/scoring_skipped"] == 0
+        assert log["tree/scoring_needed_by/loss_of_log_probs"] == 1
+
+
+def test_replaced_method_counts_as_custom(tmp_path):
+    """A method replaced on one instance is no longer TRL's."""
+
+    class Replaced(TreeGRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.get_high_entropy_mask = lambda *args: None
+
+    log = run_trainer(Replaced, TreeGRPOConfig, tmp_path, **CUT)[1][0]
+    assert log["tree/scoring_needed_by/custom_loss"] == 1
+
+
+@pytest.mark.parametrize("options", [{}, CUT])
+def test_loss_that_runs_the_model_is_refused(options, tmp_path):
+    """Its gradient by parameters would be lost."""
+    _, tree = pair(RunsTheModel)
+    with pytest.raises(ValueError, match="also reaches a trainable tensor"):
+        run_trainer(tree, TreeGRPOConfig, tmp_path, **options)
