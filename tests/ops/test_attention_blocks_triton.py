@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from support.hopper import compile_for_hopper
 
 from harts_hf.batch import AttentionIntervals
-from harts_hf.kernels.attention.flash_blocks import block_lists, classify_tiles
+from harts_hf.kernels.attention.flash_blocks import block_lists, classify_tiles, lists_by_torch
 from harts_hf.kernels.attention.flex import block_mask
 from harts_hf.tree import RolloutTree
 
@@ -74,3 +77,50 @@ def test_flex_block_mask_has_the_same_tiles():
         for row in range(len(by_key)):
             by_key[row, index[0, 0, row, : count[0, 0, row]].long()] = True
     assert torch.equal(by_key.T, visible)
+
+
+TILES = [(16, 16), (16, 10), (8, 12), (64, 96), (128, 80), (128, 128)]
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@settings(max_examples=6, phases=[Phase.generate])  # the interpreter is too slow to shrink in
+@given(st.integers(0, 10**6), st.sampled_from([0, 1, 37, 128]), st.sampled_from(TILES))
+def test_triton_builds_the_same_lists(by_key: bool, seed: int, handed: int, tile: tuple[int, int]):
+    """The kernels give the readable form's lists entry for entry, zeros past the counts included."""
+    triton_blocks = pytest.importorskip("harts_hf.kernels.attention.triton_blocks")
+    intervals, rows = intervals_of(seed, handed)
+    got = triton_blocks.build_lists(intervals, rows, tile, by_key=by_key)
+    for one, other in zip(got, lists_by_torch(intervals, rows, tile, by_key=by_key), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_triton_walks_long_lists_in_parts(by_key: bool, monkeypatch: pytest.MonkeyPatch):
+    """Counts go on from part to part of a list; one key is legal; a block past the last key is never full."""
+    triton_blocks = pytest.importorskip("harts_hf.kernels.attention.triton_blocks")
+    monkeypatch.setattr(triton_blocks, "_BLOCK", 4)
+    one = AttentionIntervals(lo=torch.zeros(1, dtype=torch.int32), hi=torch.ones(1, dtype=torch.int32))
+    seen_by_all = AttentionIntervals(
+        lo=torch.zeros(100, dtype=torch.int32), hi=torch.full((100,), 200, dtype=torch.int32)
+    )
+    for intervals, rows in (intervals_of(4, 33), (one, 1), (seen_by_all, 200)):
+        got = triton_blocks.build_lists(intervals, rows, (64, 48), by_key=by_key)
+        for found, wanted in zip(got, lists_by_torch(intervals, rows, (64, 48), by_key=by_key), strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_list_kernels_compile_for_hopper():
+    """All three kernels, at a tile with a block of keys that is no power of two."""
+    pytest.importorskip("triton")
+    printed = compile_for_hopper(
+        """
+from harts_hf.kernels.attention import triton_blocks as kernels
+pointers = {name: "*i32" for name in ("lo", "hi", "out", "extremes", "counts", "indices")}
+sizes = {name: "i32" for name in ("num_queries", "num_keys", "blocks_k", "rows", "columns")}
+tile = {"BLOCK_Q": 64, "BLOCK_K": 96, "PADDED_K": 128, "BLOCK": 512}
+for kernel in (kernels._extremes, kernels._fill_by_query, kernels._fill_by_key):
+    constants = {name: value for name, value in tile.items() if name in kernel.arg_names}
+    print(len(compiled(kernel, {**pointers, **sizes}, constants).asm["cubin"]) > 0)
+"""
+    )
+    assert printed.split() == ["True"] * 3

@@ -52,12 +52,12 @@ def block_lists(
 
 
 def _build(intervals: AttentionIntervals, num_queries: int, block_size: tuple[int, int], by_key: bool) -> BlockLists:
-    visible, full = classify_tiles(intervals, num_queries, block_size)
-    partial = visible & ~full
-    if by_key:
-        partial, full = partial.T, full.T
-    partial_count, partial_index = _compact(partial)
-    full_count, full_index = _compact(full)
+    if intervals.lo.is_cuda:
+        from harts_hf.kernels.attention.triton_blocks import build_lists as build
+    else:
+        build = lists_by_torch
+    found = build(intervals, num_queries, block_size, by_key=by_key)
+    partial_count, partial_index, full_count, full_index = (x[None, None] for x in found)
     return BlockLists(
         partial_count=partial_count,
         partial_index=partial_index,
@@ -65,6 +65,20 @@ def _build(intervals: AttentionIntervals, num_queries: int, block_size: tuple[in
         full_index=full_index,
         block_size=block_size,
     )
+
+
+def lists_by_torch(
+    intervals: AttentionIntervals, num_queries: int, block_size: tuple[int, int], *, by_key: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Partial count, partial index, full count, full index: counts ``[A]``, indices ``[A, B]``, zeros past the counts.
+
+    The readable form of what GPUs build in Triton; it looks at every pair of blocks.
+    """
+    visible, full = classify_tiles(intervals, num_queries, block_size)
+    partial = visible & ~full
+    if by_key:
+        partial, full = partial.T, full.T
+    return *_compact(partial), *_compact(full)
 
 
 def classify_tiles(
@@ -96,11 +110,11 @@ def classify_tiles(
 
 
 def _compact(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts ``[1, 1, A]`` and ascending columns ``[1, 1, A, B]`` of the true entries of each row of ``[A, B]``."""
+    """Counts ``[A]`` and ascending columns ``[A, B]`` of the true entries of each row of ``[A, B]``."""
     rows, columns = tiles.shape
     rank = tiles.cumsum(1, dtype=torch.int32)
     target = torch.where(tiles, rank - 1, columns).long()
     index = torch.zeros(rows, columns + 1, dtype=torch.int32, device=tiles.device)
     numbers = torch.arange(columns, dtype=torch.int32, device=tiles.device)
     index.scatter_(1, target, numbers.expand(rows, columns))
-    return rank[:, -1].contiguous()[None, None], index[:, :columns].contiguous()[None, None]
+    return rank[:, -1].contiguous(), index[:, :columns].contiguous()

@@ -37,15 +37,20 @@ def block_mask(intervals: AttentionIntervals, num_queries: int) -> BlockMask:
     """The block mask of ``intervals``, kept as long as they live."""
     masks = _masks.setdefault(intervals, {})
     if num_queries not in masks:
-        lists = block_lists(intervals, num_queries, _TILE, by_key=False)
-        masks[num_queries] = BlockMask.from_kv_blocks(
-            lists.partial_count,
-            lists.partial_index,
-            lists.full_count,
-            lists.full_index,
+        by_query, by_key = (block_lists(intervals, num_queries, _TILE, by_key=flag) for flag in (False, True))
+        # Both directions are given: from_kv_blocks would derive the second from the first through a dense table.
+        masks[num_queries] = BlockMask(
+            seq_lengths=(num_queries, len(intervals.lo)),
+            kv_num_blocks=by_query.partial_count,
+            kv_indices=by_query.partial_index,
+            full_kv_num_blocks=by_query.full_count,
+            full_kv_indices=by_query.full_index,
+            q_num_blocks=by_key.partial_count,
+            q_indices=by_key.partial_index,
+            full_q_num_blocks=by_key.full_count,
+            full_q_indices=by_key.full_index,
             BLOCK_SIZE=_TILE,
             mask_mod=_mask_mod(intervals.lo, intervals.hi),
-            seq_lengths=(num_queries, len(intervals.lo)),
         )
     return masks[num_queries]
 
