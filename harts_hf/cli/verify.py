@@ -141,10 +141,11 @@ def _load(name: str, dtype: Any, seed: int) -> Any:
 
 
 def _samples(groups: Any, model: Any, options: argparse.Namespace) -> list[Any]:
+    from harts_hf.modeling import vocab_size_of
     from harts_hf.runtime.sampling import sample_trajectories
 
     trees = [group.tree for group in groups]
-    vocab_size = model.get_input_embeddings().num_embeddings
+    vocab_size = vocab_size_of(model)
     return [
         sample_trajectories(trees, max_tokens=options.max_tokens, vocab_size=vocab_size, seed=options.seed + draw)
         for draw in range(options.draws)

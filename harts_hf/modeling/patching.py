@@ -1,5 +1,7 @@
 """Makes a stock Transformers model run on rollout trees, and back."""
 
+import inspect
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -9,7 +11,7 @@ from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling.checks import check_model, check_versions
 from harts_hf.modeling.families import Family, family_of
 from harts_hf.modeling.mixers import TreeMixer, tree_attention_class, tree_linear_class
-from harts_hf.modeling.scoring import head_forward, tree_forward
+from harts_hf.modeling.scoring import check_head, has_tree_head, head_forward, tree_forward
 
 
 def patch(model: nn.Module) -> nn.Module:
@@ -29,6 +31,7 @@ def patch(model: nn.Module) -> nn.Module:
     """
     base = causal_lm_of(model)
     if is_patched(base):
+        check_head(base)
         return model
     check_versions()
     family = family_of(base)
@@ -47,13 +50,14 @@ def unpatch(model: nn.Module) -> nn.Module:
     if not is_patched(base):
         return model
     head = base.get_output_embeddings()
-    for module, function in ((base, tree_forward), (head, head_forward)):
-        if getattr(module.forward, "__func__", None) is not function:
+    installed = [base, head] if has_tree_head(base) else [base]
+    for module in installed:
+        if not hasattr(getattr(module.forward, "__func__", None), "_harts_forward"):
             raise ValueError(
                 f"expected the forward that patch installed on {type(module).__name__}, got another one: undo what "
                 "was put over it first"
             )
-    for module in (base, head):
+    for module in installed:
         _uninstall(module)
     for module in base.modules():
         if isinstance(module, TreeMixer):
@@ -61,11 +65,31 @@ def unpatch(model: nn.Module) -> nn.Module:
     return model
 
 
-def _install(module: Any, forward: Any) -> None:
+def _install(module: Any, forward: Callable[..., Any]) -> None:
     """Puts a forward on an instance; a bound method, so that deep copies are bound to the copy."""
+    installed = _with_stock_signature(forward, module.forward)
     module._harts_stock_forward = module.forward
     module._harts_had_own_forward = "forward" in vars(module)
-    module.forward = MethodType(forward, module)
+    module.forward = MethodType(installed, module)
+
+
+def _with_stock_signature(forward: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` with the parameters of ``stock``: ``generate`` reads them to decide what it passes."""
+
+    def installed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    def named(parameter: inspect.Parameter) -> bool:
+        return parameter.kind is not inspect.Parameter.VAR_KEYWORD
+
+    given = list(inspect.signature(stock).parameters.values())
+    own = [p for p in inspect.signature(forward).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    rest = [parameter for parameter in given if not named(parameter)]
+    installed.__signature__ = inspect.Signature([this, *filter(named, given), *own, *rest])  # type: ignore[attr-defined]
+    installed.__doc__ = stock.__doc__
+    installed._harts_forward = True  # type: ignore[attr-defined]
+    return installed
 
 
 def _uninstall(module: Any) -> None:
@@ -101,6 +125,12 @@ def causal_lm_of(model: nn.Module) -> Any:
                 )
         return model.get_base_model()  # type: ignore[operator]
     return model
+
+
+def vocab_size_of(model: nn.Module) -> int:
+    """How many token ids the embedding knows; also of an embedding with an adapter, or whose weight is sharded."""
+    embedding = causal_lm_of(model).get_input_embeddings()
+    return int(getattr(embedding, "base_layer", embedding).num_embeddings)
 
 
 def _find_mixers(model: Any, family: Family) -> list[tuple[nn.Module, type[nn.Module]]]:

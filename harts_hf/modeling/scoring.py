@@ -7,6 +7,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from harts_hf.batch import LabelTable, TreeBatch
+from harts_hf.errors import UnsupportedModelError
 from harts_hf.kernels.logprobs import token_logprobs
 from harts_hf.modeling.checks import check_checkpointing
 
@@ -62,6 +63,7 @@ def tree_forward(
         got = ", ".join(given) or "no harts_score"
         raise ValueError(f"expected harts and harts_score and nothing else, got {got}")
     check_checkpointing(self)
+    check_head(self)
     hidden = self.base_model(
         input_ids=harts.input_ids,
         position_ids=harts.position_ids,
@@ -72,6 +74,24 @@ def tree_forward(
     # Through the head's own call, so that FSDP2 and ZeRO-3 gather its weight for the forward and for the backward.
     log_probs, entropy = self.get_output_embeddings()(hidden, harts_score=harts_score)
     return TreeOutput(log_probs=log_probs, entropy=entropy)
+
+
+def has_tree_head(model: Any) -> bool:
+    """Whether a patched model's head is still the one that was patched."""
+    return "_harts_stock_forward" in vars(model.get_output_embeddings())
+
+
+def check_head(model: Any) -> None:
+    """Refuses a patched model whose head was replaced.
+
+    Raises:
+        UnsupportedModelError: the head is another module than the one that was patched.
+    """
+    if not has_tree_head(model):
+        raise UnsupportedModelError(
+            "expected the output head that was patched, got another one (resize_token_embeddings and "
+            "set_output_embeddings replace it): call unpatch before they run, or unpatch and patch after"
+        )
 
 
 def head_forward(self: Any, hidden: torch.Tensor, *args: Any, harts_score: ScoreRequest | None = None) -> Any:

@@ -17,7 +17,8 @@ def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int 
 
     Raises:
         ValueError: missing keys, another number of rows, an empty prompt or completion, token ids out of range, a
-            mask, log-probs or advantages of another length or not finite, a mask that is not 0 or 1.
+            mask, log-probs or advantages of another length or not finite, a mask that is not 0 or 1. A log-prob may be
+            None or NaN: TRL takes it as unknown.
     """
     if not isinstance(output, dict):
         raise ValueError(f"expected rollout_func to return a dict, got {type(output).__name__}")
@@ -38,7 +39,7 @@ def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int 
         for key in ("logprobs", "env_mask", "advantages"):
             values = output.get(key)
             if values is not None and values[row] is not None:
-                _check_values(values[row], f"{key}[{row}]", length, binary=key == "env_mask")
+                _check_values(values[row], key, row, length)
 
 
 def _check_tokens(tokens: Any, name: str, vocab_size: int | None) -> None:
@@ -49,13 +50,16 @@ def _check_tokens(tokens: Any, name: str, vocab_size: int | None) -> None:
         raise ValueError(f"expected token ids in [0, {vocab_size}) in {name}, got {low if low < 0 else high}")
 
 
-def _check_values(values: Any, name: str, length: int, *, binary: bool) -> None:
+def _check_values(values: Any, key: str, row: int, length: int) -> None:
+    name = f"{key}[{row}]"
     if not hasattr(values, "__len__"):
         raise ValueError(f"expected {name} to be a list of {length} entries, got {values!r}")
     if len(values) != length:
         raise ValueError(f"expected {name} to have {length} entries, one per completion token, got {len(values)}")
     for position, value in enumerate(values):
-        if binary and value not in (0, 1):
+        if key == "env_mask" and value not in (0, 1):
             raise ValueError(f"expected 0 or 1 in {name}, got {value} at position {position}")
-        if not math.isfinite(value):
+        if key == "logprobs" and (value is None or value != value):
+            continue
+        if value is None or not math.isfinite(value):
             raise ValueError(f"expected finite numbers in {name}, got {value} at position {position}")

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from harts_hf.modeling import patch
+from harts_hf.modeling import patch, vocab_size_of
 from harts_hf.planner import PlannerConfig
 from harts_hf.runtime.run import Coefficients, HeadOptions, WindowRun
 from harts_hf.runtime.window import TreeWindow
@@ -43,7 +43,7 @@ def tree_logprobs(
         UnsupportedModelError: a model that is not supported.
         ValueError: bad trajectories or a bad temperature.
     """
-    vocab_size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    vocab_size = vocab_size_of(model)
     window = TreeWindow(trajectories, planner, vocab_size=vocab_size)
     return window_logprobs(model, window, temperature, return_entropy)
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.training_args import OptimizerNames
 
 from harts_hf.errors import UnsupportedModelError
-from harts_hf.modeling import patch
+from harts_hf.modeling import patch, vocab_size_of
 from harts_hf.runtime import HeadOptions
 from harts_hf.trainers.collator import TreeDataCollator
 from harts_hf.trainers.ranks import check_backend
@@ -31,6 +31,7 @@ class TreeHooks:
     args: Any
     accelerator: Any
     temperature: float
+    state: Any
     ref_model: Any
     _tree_run: Any
 
@@ -52,8 +53,8 @@ class TreeHooks:
         if self.ref_model is not None:
             patch(self.accelerator.unwrap_model(self.ref_model))
         options = self.args
-        embeddings = self.model.get_input_embeddings()
-        self._tree_collator = TreeDataCollator(planner=options.planner_config(), vocab_size=embeddings.num_embeddings)
+        vocab_size = vocab_size_of(self.model)
+        self._tree_collator = TreeDataCollator(planner=options.planner_config(), vocab_size=vocab_size)
         self._tree_head = HeadOptions(
             temperature=self.temperature,
             head_in_fp32=getattr(options, "cast_lm_head_to_fp32", False),
@@ -97,13 +98,28 @@ class TreeHooks:
         entropy = None if scores.entropy is None else spread(scores.entropy, index)
         return spread(scores.log_probs, index), entropy, None
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's. Slices of a step that an earlier call did not finish are dropped, as its gradients are."""
+        self._tree_slices.clear()
+        parent: Any = super()
+        return parent.train(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        """Trainer's, but whole models are loaded with the names that they were saved under."""
+        parent: Any = super()
+        if not self._loads_itself(self.model, self.state.best_model_checkpoint):
+            parent._load_best_model()
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Trainer's, but whole models are loaded with the names that they were saved under."""
         parent: Any = super()
         target = self.model if model is None else model
-        sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        if sharded or hasattr(target, "peft_config") or not load_weights(target, resume_from_checkpoint):
+        if not self._loads_itself(target, resume_from_checkpoint):
             parent._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _loads_itself(self, target: Any, folder: str) -> bool:
+        sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        return not sharded and not hasattr(target, "peft_config") and load_weights(target, folder)
 
 
 AUX_LOSS_MESSAGE = (
@@ -131,6 +147,11 @@ def _check_arguments(trainer: Any) -> None:
         (args.fp16, "bf16 or fp32 training (states would overflow in fp16)", "fp16=True"),
         (args.torch_compile, "an uncompiled model", "torch_compile=True"),
         (args.use_liger_kernel, "the model's own layers", "use_liger_kernel=True"),
+        (
+            args.neftune_noise_alpha is not None,
+            "equal embeddings of a shared token (NEFTune draws noise for every trajectory)",
+            f"neftune_noise_alpha={args.neftune_noise_alpha}",
+        ),
         (args.optim in optimizers, "an optimizer with a step of its own", f"optim={args.optim}"),
         (
             args.gradient_checkpointing and kwargs.get("use_reentrant", False),

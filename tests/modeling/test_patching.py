@@ -1,13 +1,14 @@
 """patch and unpatch: per instance, reversible, and bit for bit stock without a plan."""
 
 import copy
+import inspect
 
 import pytest
 import torch
 from support.models import FAMILIES, VOCAB, tiny_model
 from support.trees import random_trajectories
 
-from harts_hf import patch, tree_logprobs, unpatch
+from harts_hf import UnsupportedModelError, patch, tree_logprobs, unpatch
 from harts_hf.modeling import is_patched
 from harts_hf.modeling.families import FAMILIES as KNOWN
 
@@ -22,17 +23,23 @@ def batch(model):
 
 
 def outputs(model):
-    """Logits, a loss with gradients, and greedily generated tokens with a cache."""
+    """Logits, a loss with gradients, and greedily generated tokens and their scores with a cache."""
     model.zero_grad()
     inputs = batch(model)
     out = model(**inputs, labels=inputs["input_ids"])
     out.loss.backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.eval()
+    shapes = []
+    watch = model.get_output_embeddings().register_forward_hook(lambda head, given, out: shapes.append(out.shape))
     with torch.no_grad():
-        tokens = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        generated = model.generate(
+            **inputs, max_new_tokens=6, do_sample=False, output_scores=True, return_dict_in_generate=True
+        )
+    watch.remove()
     model.train()
-    return [out.logits.detach(), tokens, *gradients]
+    assert shapes[0][1] == 1, "the prompt's logits are not needed"
+    return [out.logits.detach(), generated.sequences, *generated.scores, *gradients]
 
 
 def assert_bitwise(got, expected):
@@ -94,6 +101,27 @@ def test_unpatch_refuses_another_forward():
     model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
     with pytest.raises(ValueError, match="expected the forward that patch installed on Qwen3_5ForCausalLM"):
         unpatch(model)
+
+
+def test_signature_is_stock():
+    """What Transformers reads from a forward's parameters, such as whether it takes logits_to_keep, stays true."""
+    model = tiny_model("qwen3_5_text")
+    stock = inspect.signature(model.forward).parameters
+    patched = inspect.signature(patch(model).forward).parameters
+    assert [name for name in patched if not name.startswith("harts")] == list(stock)
+    assert model._supports_logits_to_keep()
+
+
+def test_a_new_head_is_an_error_until_patched_again():
+    """resize_token_embeddings replaces the head that was patched: said, and mended by unpatch and patch."""
+    model = patch(tiny_model("qwen3_5_text"))
+    rows = random_trajectories(1, vocab=VOCAB)
+    model.resize_token_embeddings(VOCAB + 8)
+    for use in (lambda: tree_logprobs(model, rows), lambda: patch(model)):
+        with pytest.raises(UnsupportedModelError, match="the output head that was patched"):
+            use()
+    assert "forward" not in vars(unpatch(model))
+    assert all(value.isfinite().all() for value in tree_logprobs(model, rows))
 
 
 def test_deep_copies_are_independent():

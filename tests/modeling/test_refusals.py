@@ -142,12 +142,12 @@ def test_plan_with_other_arguments():
 
 
 def test_lora():
-    """LoRA works: log-probs and adapter gradients equal the stock PEFT model's in float64."""
-    targets = ["in_proj_qkv", "q_proj", "v_proj", "up_proj"]
+    """LoRA works, on the embedding too: log-probs and adapter gradients equal the stock PEFT model's in float64."""
+    targets = ["in_proj_qkv", "q_proj", "v_proj", "up_proj", "embed_tokens"]
     model = get_peft_model(tiny_model("qwen3_5_text"), LoraConfig(target_modules=targets, r=3)).double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:  # starts at 0, which would hide lora_A's gradient
+            if "lora_B" in name or "lora_embedding_A" in name:  # start at 0, which would hide the other's gradient
                 parameter.normal_(generator=torch.Generator().manual_seed(1))
     rows = random_trajectories(3, vocab=VOCAB)
     weights = random_weights(rows, torch.float64)

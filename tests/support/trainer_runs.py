@@ -22,6 +22,7 @@ def run_trainer(
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], Any]:
     """Trains a fresh float64 model; returns its parameters, its log history and the trainer."""
     rollout_func = options.pop("rollout_func", recorded.rollout_func)
+    callbacks = options.pop("callbacks", None)
     model = tiny_model(family, dtype=torch.float64, seed=1)
     if options.get("beta"):  # TRL loads the reference model from where the policy came from
         model.save_pretrained(folder / "start")
@@ -36,6 +37,7 @@ def run_trainer(
         args=config_class(**recorded.arguments(folder, **options)),
         train_dataset=recorded.dataset(),
         processing_class=recorded.tokenizer(),
+        callbacks=callbacks,
         **extra,
     )
     with float64_everywhere(model):

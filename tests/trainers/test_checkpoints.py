@@ -64,6 +64,7 @@ def train(
             **recorded.arguments(folder, **{"save_strategy": "steps", "tree_sharing": "always", **options})
         ),
         train_dataset=recorded.dataset(),
+        eval_dataset=recorded.dataset().select(range(2)) if "eval_steps" in options else None,
         processing_class=recorded.tokenizer(),
         rollout_func=recorded.rollout_func,
         peft_config=lora,
@@ -107,6 +108,27 @@ def test_an_adapter_loads_without_us(tmp_path):
         plain = tiny_model(family, seed=1)(input_ids=torch.arange(3, 40)[None], use_cache=False).logits
     assert torch.equal(load_file(tmp_path / "loaded")["logits"], logits)
     assert not torch.equal(plain, logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_best_model_is_the_best_checkpoint(family, tmp_path):
+    """After load_best_model_at_end every parameter is that of the best checkpoint, none of the last step."""
+    options = {
+        "max_steps": 2,
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 4,
+    }
+    # The first checkpoint is the best one by a metric that only grows.
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_num_tokens", "greater_is_better": False}
+    trainer = train(tmp_path, family=family, **options, **best)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    first = dict(type(trainer.model).from_pretrained(tmp_path / "checkpoint-1").named_parameters())
+    last = dict(type(trainer.model).from_pretrained(tmp_path / "checkpoint-2").named_parameters())
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, first[name]), name
+    assert any(not torch.equal(first[name], last[name]) for name in first)
 
 
 # Optimizer steps a generation batch lasts: steps_per_generation * num_iterations / gradient_accumulation_steps.

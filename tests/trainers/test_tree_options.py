@@ -5,7 +5,9 @@ import pytest
 import torch
 from support import recorded
 from support.models import VOCAB, tiny_model
+from support.oracle import float64_everywhere
 from support.trainer_runs import assert_same_training, run_trainer
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from harts_hf import TreeGMPOConfig, TreeGMPOTrainer, TreeGRPOConfig, TreeGRPOTrainer, UnsupportedModelError
@@ -162,7 +164,7 @@ def set_item(key, row, value):
         (set_item("completion_ids", 0, [3, VOCAB]), rf"\[0, {VOCAB}\) in completion_ids\[0\], got {VOCAB}"),
         (set_item("env_mask", 3, [1]), r"env_mask\[3\] to have \d+ entries.*got 1"),
         (set_item("logprobs", 3, [0.0]), r"logprobs\[3\] to have \d+ entries.*got 1"),
-        (lambda out: out["logprobs"][0].__setitem__(0, float("nan")), r"finite numbers in logprobs\[0\], got nan"),
+        (lambda out: out["logprobs"][0].__setitem__(0, float("-inf")), r"finite numbers in logprobs\[0\], got -inf"),
         (lambda out: out["env_mask"][0].__setitem__(0, 2), r"0 or 1 in env_mask\[0\], got 2"),
         (
             lambda out: out.update(advantages=[[float("nan")] * len(row) for row in out["completion_ids"]]),
@@ -178,7 +180,7 @@ def set_item(key, row, value):
         "vocabulary",
         "mask-length",
         "logprob-length",
-        "nan-logprob",
+        "infinite-logprob",
         "mask-value",
         "nan-advantage",
         "advantage-length",
@@ -188,6 +190,38 @@ def test_broken_rollouts(change, message, tmp_path):
     """A rollout function's mistakes are named before any step is taken."""
     with pytest.raises(ValueError, match=message):
         tree_run(tmp_path, rollout_func=broken(change))
+
+
+def test_unknown_log_probs_are_legal(tmp_path):
+    """TRL takes None for a log-prob that the sampler does not know."""
+
+    def change(out):
+        out["logprobs"][0][0] = None
+        out["logprobs"][1][0] = float("nan")
+
+    assert len(tree_run(tmp_path, rollout_func=broken(change))[1]) > 1
+
+
+def test_slices_of_an_unfinished_step_are_dropped(tmp_path):
+    """A training that is stopped inside an accumulation leaves nothing to the next one, as in TRL."""
+
+    class StopsInside(TrainerCallback):
+        def __init__(self):
+            self.stop = True
+
+        def on_substep_end(self, args, state, control, **kwargs):
+            control.should_training_stop, self.stop = self.stop, False
+
+    def twice(trainer_class, config_class, folder):
+        options = {"gradient_accumulation_steps": 2, "max_steps": 1, "callbacks": [StopsInside()]}
+        trainer = run_trainer(trainer_class, config_class, folder, **options)[2]
+        with float64_everywhere(trainer.model):
+            trainer.train()
+        return dict(trainer.model.named_parameters()), trainer.state.log_history, trainer
+
+    stock = twice(GRPOTrainer, GRPOConfig, tmp_path / "stock")
+    tree = twice(TreeGRPOTrainer, TreeGRPOConfig, tmp_path / "tree")
+    assert_same_training(stock, tree)
 
 
 def test_reward_without_end(tmp_path):
@@ -222,6 +256,7 @@ def test_bad_options(options, message, tmp_path):
         ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
         ({"torch_compile": True}, "torch_compile"),
         ({"optim": "adalomo"}, "optim=OptimizerNames.ADALOMO"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
     ],
 )
 def test_refused_arguments(options, message, tmp_path):
