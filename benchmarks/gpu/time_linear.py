@@ -17,6 +17,8 @@ from layers import LinearLayer, Mixer, expanded_mixer, make_layer, pin_norm, tre
 from measure import kernels, machine, median_ms, peak_bytes
 from trees import Forest, fork_layout, layouts, shape_forest
 
+from harts_hf.kernels.linear_attention.fla_tables import packed_chains
+
 SHAPES = ("miniswe_b_drop", "tot_game24", "vmcts_dafny_bst", "nemo_qwen3think_b_drop")
 KINDS = ("gdn-16/32", "kda-32", "kda-16")
 MOST_TOKENS = 131072  # of a packed batch of the baseline
@@ -95,7 +97,8 @@ def measure(layer: LinearLayer, kind: str, name: str, forest: Forest) -> list[di
     memory = peak_bytes(step(layer, mixer, rows))
     quarter = np.diff(np.linspace(0, rows, 5).astype(np.int64))
     memory_baseline = peak_bytes(step(layer, expanded_mixer(cu_seqlens(quarter)), rows))
-    shared = {"layout": name, "kind": kind, "ratio": ratio, "chunk_ratio": chunk_ratio, "rows": rows}
+    groups = len(packed_chains(linear, torch.zeros(0, dtype=torch.int64), 0).groups)
+    shared = {"layout": name, "kind": kind, "ratio": ratio, "chunk_ratio": chunk_ratio, "rows": rows, "groups": groups}
     result = [
         {
             "op": "linear",

@@ -15,20 +15,23 @@ import torch
 from measure import median_ms
 from trees import Forest, join
 
-from harts_hf.kernels.linear_attention.fla_tables import PackedChains, build_packed_chains
+from harts_hf.kernels.linear_attention.fla_tables import ChainGroup, build_packed_chains
 from harts_hf.kernels.linear_attention.triton_states import run_states_backward, run_states_forward
+from harts_hf.planner.chunks import CHUNK_SIZE
 from harts_hf.tree import RolloutTree
 
 WIDTHS = (16, 32, 64)
 KINDS = [(heads, value_heads, kimi) for heads, value_heads, kimi in ((16, 32, False), (32, 32, True), (16, 16, True))]
 
 
-def chains_of(forest: Forest) -> PackedChains:
-    return build_packed_chains(forest.linear_tables().to("cuda"), np.zeros(0, np.int64), 0)
+def chains_of(forest: Forest) -> ChainGroup:
+    """All chains as one group."""
+    tables = forest.linear_tables().to("cuda")
+    return build_packed_chains(tables, np.zeros(0, np.int64), 0, group_size=10**9).groups[0]
 
 
-def inputs(chains: PackedChains, heads: int, value_heads: int, kimi: bool, dim: int = 128) -> dict:
-    places = chains.num_places
+def inputs(chains: ChainGroup, heads: int, value_heads: int, kimi: bool, dim: int = 128) -> dict:
+    places = chains.places[1]
     shape = {"q": heads, "k": heads, "w": value_heads, "u": value_heads, "do": value_heads, "dv": value_heads}
     tensors = {name: torch.randn(1, places, n, dim, device="cuda").bfloat16() * 0.1 for name, n in shape.items()}
     gate = torch.rand(1, places, value_heads, *([dim] if kimi else []), device="cuda") * -3
@@ -36,15 +39,18 @@ def inputs(chains: PackedChains, heads: int, value_heads: int, kimi: bool, dim: 
     return {**tensors, "g": gate, "slots": slots}
 
 
-def runners(chains: PackedChains, x: dict, width: int) -> dict:
+def runners(chains: ChainGroup, x: dict, width: int) -> dict:
     def forward() -> None:
-        run_states_forward(x["k"], x["w"], x["u"], x["g"], x["slots"], chains, write_slots=True, block_v=width)
+        run_states_forward(
+            x["k"], x["w"], x["u"], x["g"], x["slots"], chains, chunk_size=CHUNK_SIZE, write_slots=True, block_v=width
+        )
 
     def backward() -> None:
         d_slots = torch.zeros_like(x["slots"])
         run_states_backward(
-            x["q"], x["k"], x["w"], x["g"], x["do"], x["dv"], d_slots, chains, scale=0.1, block_v=width
-        )
+            x["q"], x["k"], x["w"], x["g"], x["do"], x["dv"], d_slots, chains,
+            chunk_size=CHUNK_SIZE, scale=0.1, block_v=width,
+        )  # fmt: skip
 
     return {"forward": forward, "backward": backward}
 

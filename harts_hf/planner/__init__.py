@@ -5,8 +5,6 @@ from harts_hf.planner.config import PlannerConfig
 from harts_hf.planner.cost import CostModel, Work, fit_coefficients
 from harts_hf.planner.linear_calls import (
     ChainDecomposition,
-    ChainTables,
-    chain_tables,
     decompose_chains,
     min_linear_calls,
 )
@@ -17,7 +15,6 @@ from harts_hf.planner.windows import no_sharing_bound, plan_window
 __all__ = [
     "CHUNK_SIZE",
     "ChainDecomposition",
-    "ChainTables",
     "ChunkTree",
     "CostModel",
     "Microbatch",
@@ -25,7 +22,6 @@ __all__ = [
     "Schedule",
     "Work",
     "build_chunk_tree",
-    "chain_tables",
     "decompose_chains",
     "fit_coefficients",
     "min_linear_calls",

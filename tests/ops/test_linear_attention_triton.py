@@ -6,13 +6,22 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
 from harts_hf.batch import LinearTables
-from harts_hf.kernels.linear_attention.fla_tables import PackedChains, build_packed_chains, packed_chains
+from harts_hf.kernels.linear_attention.fla_tables import (
+    ChainGroup,
+    PackedChains,
+    build_packed_chains,
+    default_group_size,
+    packed_chains,
+)
 from harts_hf.kernels.linear_attention.triton_states import choose_block_v, run_states_backward, run_states_forward
-from harts_hf.planner.chunks import build_chunk_tree
+from harts_hf.planner.chunks import ChunkTree, build_chunk_tree
+from harts_hf.planner.linear_calls import decompose_chains
 from harts_hf.tree import RolloutTree
 
 CHUNK = 16  # tl.dot wants 16 at least
@@ -56,24 +65,35 @@ def inputs(packed: PackedChains, kda: bool, heads: int = 1, value_heads: int = 2
 
 def node_rows(packed: PackedChains) -> list[tuple[int, int]]:
     rows = []
-    for chain, step in packed.chunk_indices.tolist():
-        begin = int(packed.cu_seqlens[chain]) + step * packed.chunk_size
-        rows.append((begin, min(begin + packed.chunk_size, int(packed.cu_seqlens[chain + 1]))))
+    for group in packed.groups:
+        for chain, step in group.chunk_indices.tolist():
+            begin = int(group.cu_seqlens[chain]) + step * packed.chunk_size
+            end = min(begin + packed.chunk_size, int(group.cu_seqlens[chain + 1]))
+            rows.append((group.places[0] + begin, group.places[0] + end))
     return rows
 
 
+def nodes_of_chains(packed: PackedChains) -> list[tuple[int, range]]:
+    """Start slot and nodes, numbered over all groups, of each chain in an order that honours the chains' starts."""
+    found, before = [], 0
+    for group in packed.groups:
+        ends = [*group.first_node.tolist(), group.num_nodes]
+        for chain in group.chains_by_round.tolist():
+            found.append((int(group.start_slot[chain]), range(before + ends[chain], before + ends[chain + 1])))
+        before += group.num_nodes
+    return found
+
+
 def by_hand(k, w, u, g, slots, packed: PackedChains):
-    """h, v_new, slots and states after each node, one node at a time in an order that honours the chains' starts."""
+    """h, v_new, slots and states after each node, one node at a time."""
     group = w.shape[2] // k.shape[2]
     slots = list(slots)
-    h, v_new, after = ([None] * packed.num_nodes for _ in range(3))
+    node_slot = torch.cat([chains.node_slot for chains in packed.groups])
+    h, v_new, after = ([None] * len(node_slot) for _ in range(3))
     rows = node_rows(packed)
-    for chain in packed.chains_by_round.tolist():
-        start = int(packed.start_slot[chain])
+    for start, nodes in nodes_of_chains(packed):
         state = slots[start] if start >= 0 else torch.zeros(w.shape[2], k.shape[3], u.shape[3], dtype=u.dtype)
-        first = int(packed.first_node[chain])
-        last = packed.num_nodes if chain + 1 == packed.num_chains else int(packed.first_node[chain + 1])
-        for node in range(first, last):
+        for node in nodes:
             begin, end = rows[node]
             k_n = k[0, begin:end].repeat_interleave(group, 1)
             g_n, w_n, u_n = g[0, begin:end], w[0, begin:end], u[0, begin:end]
@@ -85,30 +105,104 @@ def by_hand(k, w, u, g, slots, packed: PackedChains):
                 decayed = v_new[node] * (g_n[-1] - g_n).exp2()[..., None]
                 state = state * g_n[-1].exp2()[:, None, None] + torch.einsum("thk,thv->hkv", k_n, decayed)
             after[node] = state
-            if int(packed.node_slot[node]) >= 0:
-                slots[int(packed.node_slot[node])] = state
+            if int(node_slot[node]) >= 0:
+                slots[int(node_slot[node])] = state
     return torch.stack(h)[None], torch.cat(v_new)[None], slots, after
 
 
-def test_packed_chains_cover_every_row_once():
-    """Every node's rows stand in order in its chain, owners and readers are inverse, and rounds honour the slots."""
+def run_forward(k, w, u, g, slots, packed: PackedChains, **options):
+    """The kernel over all groups."""
+    parts = []
+    for group in packed.groups:
+        cut = [x[:, slice(*group.places)] for x in (k, w, u, g)]
+        parts.append(run_states_forward(*cut, slots, group, chunk_size=packed.chunk_size, **options))
+    return [torch.cat(column, 1) for column in zip(*parts, strict=True)]
+
+
+def run_backward(q, k, w, g, do, dv, d_slots, packed: PackedChains, **options):
+    """The kernel over all groups, last one first."""
+    parts = []
+    for group in reversed(packed.groups):
+        cut = [x[:, slice(*group.places)] for x in (q, k, w, g, do, dv)]
+        parts.append(run_states_backward(*cut, d_slots, group, chunk_size=packed.chunk_size, **options))
+    return [torch.cat(column[::-1], 1) for column in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("group_size", [1, 7, 40, None])
+def test_packed_chains_cover_every_row_once(group_size: int | None):
+    """Every node's rows stand in order in its chain, owners and readers are inverse, groups are consecutive."""
     for seed in range(20):
         tables = tables_of(ragged_tree(seed))
-        packed = build_packed_chains(tables, np.array([0, tables.num_nodes - 1]), 0)
+        exports = np.array([0, tables.num_nodes - 1])
+        packed = build_packed_chains(tables, exports, 0, group_size=group_size)
         assert packed.num_places == int(tables.lengths.sum())
         assert (packed.output_reader[packed.output] == torch.arange(tables.num_rows)).all()
         assert (packed.gather.index[packed.output] == torch.arange(tables.num_rows)).all()
-        counts = torch.diff(packed.cu_seqlens)
-        nodes = torch.diff(torch.cat([packed.first_node, torch.tensor([packed.num_nodes])]))
-        assert (nodes == -(-counts // CHUNK)).all()
-        done: set[int] = set()
-        for begin, end in pairwise(packed.round_ptr):
-            chains = packed.chains_by_round[begin:end].tolist()
-            assert all(int(packed.start_slot[chain]) in {-1, *done} for chain in chains)
-            for chain in chains:
-                first = int(packed.first_node[chain])
-                done |= set(packed.node_slot[first : first + int(nodes[chain])].tolist())
-        assert sorted(packed.chains_by_round.tolist()) == list(range(packed.num_chains))
+        assert [g.places[0] for g in packed.groups] == [0, *(g.places[1] for g in packed.groups[:-1])]
+        assert packed.groups[-1].places[1] == packed.num_places
+        assert sum(group.num_nodes for group in packed.groups) == tables.num_nodes
+        for group in packed.groups:
+            counts = torch.diff(group.cu_seqlens)
+            nodes = torch.diff(torch.cat([group.first_node, torch.tensor([group.num_nodes])]))
+            assert (nodes == -(-counts // CHUNK)).all()
+            assert sorted(group.chains_by_round.tolist()) == list(range(group.num_chains))
+            assert group.round_nodes == tuple(
+                int(nodes[group.chains_by_round[begin:end]].sum()) for begin, end in pairwise(group.round_ptr)
+            )
+            weight = group.num_nodes + int((group.start_slot >= 0).sum())
+            assert group_size is None or weight <= group_size or group.num_chains == 1
+
+
+@given(st.lists(st.integers(-1, 59), min_size=1, max_size=60), st.sampled_from([1, 5, 20, 1000]))
+def test_chains_start_from_the_right_state(parents: list[int], group_size: int):
+    """A machine that only reads the tables gives every node the state of its parent, left in an earlier round."""
+    parent = np.array([min(above, node - 1) for node, above in enumerate(parents)])
+    tables = tables_of_nodes(parent)
+    packed = build_packed_chains(tables, np.zeros(0, np.int64), 0, group_size=group_size)
+    slots: dict[int, int] = {}
+    seen = []
+    for group in packed.groups:
+        ends = [*group.first_node.tolist(), group.num_nodes]
+        for begin, end in pairwise(group.round_ptr):
+            written = {}
+            for chain in group.chains_by_round[begin:end].tolist():
+                start = int(group.start_slot[chain])
+                state = -1 if start < 0 else slots[start]
+                for place in range(ends[chain], ends[chain + 1]):
+                    node = node_at(packed, group, place)
+                    assert parent[node] == state
+                    seen.append(node)
+                    state = node
+                    if int(group.node_slot[place]) >= 0:
+                        written[int(group.node_slot[place])] = node
+            assert not slots.keys() & written.keys()
+            slots |= written
+        for slot in range(packed.num_slots):
+            readers = group.slot_chains[group.slot_ptr[slot] : group.slot_ptr[slot + 1]].tolist()
+            assert readers == sorted((group.start_slot == slot).nonzero().squeeze(1).tolist(), reverse=True)
+    assert sorted(seen) == list(range(len(parent)))
+    assert packed.num_slots == len(slots)
+    rounds = decompose_chains(parent).num_calls
+    assert all(group.num_rounds <= rounds for group in packed.groups)
+
+
+def tables_of_nodes(parent: np.ndarray) -> LinearTables:
+    """Tables in which node ``m`` is the one row ``m``."""
+    count = len(parent)
+    rows = np.full((count, CHUNK), -1)
+    rows[:, 0] = np.arange(count)
+    nothing = np.full(count, -1)
+    chunks = ChunkTree(
+        chunk_size=CHUNK, rows=rows, lengths=np.ones(count, np.int64), parent=parent, entry_row=nothing,
+        level=np.zeros(count, np.int64), owner=np.arange(count), owner_slot=np.zeros(count, np.int64),
+    )  # fmt: skip
+    return LinearTables.build(chunks, np.arange(count))
+
+
+def node_at(packed: PackedChains, group: ChainGroup, place: int) -> int:
+    """The tables' number of a group's node, which is that of its one row."""
+    chain, step = group.chunk_indices[place].tolist()
+    return int(packed.gather.index[group.places[0] + int(group.cu_seqlens[chain]) + step])
 
 
 def test_chunk_aligned_branches_pack_in_compact_order():
@@ -120,7 +214,7 @@ def test_chunk_aligned_branches_pack_in_compact_order():
     packed = build_packed_chains(tables_of(tree), np.array([], np.int64), 0)
     assert packed.output_is_identity
     assert (packed.gather.index == torch.arange(tree.num_tokens)).all()
-    assert packed.num_rounds == 2
+    assert len(packed.groups) == 1 and packed.groups[0].num_rounds == 2
 
 
 def test_packed_form_is_built_once():
@@ -141,13 +235,16 @@ def test_states_and_gradients(kda: bool, seed: int, handed_in: bool):
         initial = tables.initial.clone()
         initial[roots[1:]] = 0
         tables = replace(tables, initial=initial)
-    packed = build_packed_chains(tables, np.array([0, tables.num_nodes // 2]), int(handed_in))
+    exports = np.array([0, tables.num_nodes // 2])
+    packed = build_packed_chains(tables, exports, int(handed_in))
+    in_groups = build_packed_chains(tables, exports, int(handed_in), group_size=6)
+    assert len(packed.groups) == 1 and len(in_groups.groups) > 3
     q, k, w, u, g = inputs(packed, kda)
     scale = 0.25
     shape = (packed.num_slots, w.shape[2], k.shape[3], u.shape[3])
     slots = torch.full(shape, float("nan"))
     slots[: packed.num_initial] = torch.randn(packed.num_initial, *shape[1:])
-    h, v_new = run_states_forward(k, w, u, g, slots, packed, write_slots=True)
+    h, v_new = run_forward(k, w, u, g, slots, packed, write_slots=True)
     u_ref = u.double().requires_grad_()
     start = slots.double().requires_grad_()
     h_ref, v_ref, slots_ref, after = by_hand(k.double(), w.double(), u_ref, g.double(), start, packed)
@@ -155,14 +252,21 @@ def test_states_and_gradients(kda: bool, seed: int, handed_in: bool):
     close(v_new, v_ref)
     close(slots, torch.stack(slots_ref))
     for width in (None, 16):
-        again = run_states_forward(k, w, u, g, slots, packed, write_slots=False, block_v=width)
+        again = run_forward(k, w, u, g, slots, packed, write_slots=False, block_v=width)
         assert torch.equal(again[0], h) and torch.equal(again[1], v_new)
+    slots_in_groups = torch.full(shape, float("nan"))
+    slots_in_groups[: packed.num_initial] = slots[: packed.num_initial]
+    again = run_forward(k, w, u, g, slots_in_groups, in_groups, write_slots=True)
+    assert torch.equal(again[0], h) and torch.equal(again[1], v_new) and torch.equal(slots_in_groups, slots)
 
     do, dv = torch.randn_like(u), torch.randn_like(u)
     d_slots = torch.zeros(shape)
     d_slots[packed.export_slot] = torch.randn(len(packed.export_slot), *shape[1:])
     d_exports = d_slots.clone()
-    dh, dv_new = run_states_backward(q, k, w, g, do, dv, d_slots, packed, scale=scale)
+    dh, dv_new = run_backward(q, k, w, g, do, dv, d_slots, packed, scale=scale)
+    d_slots_in_groups = d_exports.clone()
+    again = run_backward(q, k, w, g, do, dv, d_slots_in_groups, in_groups, scale=scale)
+    assert torch.equal(again[0], dh) and torch.equal(again[1], dv_new) and torch.equal(d_slots_in_groups, d_slots)
 
     group = w.shape[2] // q.shape[2]
     decayed_q = q.double().repeat_interleave(group, 2) * (1.0 if kda else g.double().exp2()[..., None])
@@ -188,6 +292,13 @@ def test_block_width_fills_the_chip_without_a_straggler():
     assert choose_block_v(9, 3, 30, 192, backward=False) == 64
     with pytest.raises(ValueError, match="multiple of 16, got 100"):
         choose_block_v(1, 1, 1, 100, backward=False)
+
+
+def test_only_trees_with_much_replay_are_split():
+    """A group is the whole tree up to a quarter more nodes than rows would fill, else three quarters of those."""
+    assert default_group_size(1280, 65536, 64) == 1280
+    assert default_group_size(1281, 65536, 64) == 768
+    assert default_group_size(9, 64, 64) == 256
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 2e-5) -> None:

@@ -1,7 +1,7 @@
 """The fewest sequential linear calls against exhaustive search, and on real rollouts."""
 
 from functools import cache
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shared_data import SHAPE_NAMES, shape_trees
 
-from harts_hf.planner import build_chunk_tree, chain_tables, decompose_chains, min_linear_calls
+from harts_hf.planner import build_chunk_tree, decompose_chains, min_linear_calls
 from harts_hf.tree import RolloutTree
 
 # (calls, calls if states are left at chain ends only), C = 64, the largest over the groups. The first is the column
@@ -139,32 +139,6 @@ def test_chains_attain_the_ranks(parent, taps):
         return max(below[0], below[1] + 1) if taps == "anywhere" else below[0] + 1
 
     assert chains.num_calls == max(rank(v) for v in range(len(parent)) if parent[v] < 0)
-
-
-@given(parents(), st.sampled_from(["anywhere", "ends"]))
-def test_tables_run_every_node_once_from_the_right_state(parent, taps):
-    """A machine that only reads the tables gives every node the state of its parent, left before it is read."""
-    chains = decompose_chains(np.array(parent), taps=taps)
-    tables = chain_tables(np.array(parent), chains)
-    assert sorted(tables.nodes.tolist()) == list(range(len(parent)))
-    slots = [None] * tables.num_slots
-    for first, stop in pairwise(tables.round_ptr.tolist()):
-        assert stop > first
-        written = {}
-        for chain in range(first, stop):
-            state = -1 if tables.start_slot[chain] < 0 else slots[tables.start_slot[chain]]
-            for node in tables.nodes[tables.chain_ptr[chain] : tables.chain_ptr[chain + 1]].tolist():
-                assert state == parent[node]
-                state = node
-                if tables.slot[node] >= 0:
-                    written[int(tables.slot[node])] = node
-        for slot, node in written.items():  # a round's states are there for later rounds only
-            assert slots[slot] is None
-            slots[slot] = node
-    assert None not in slots
-    for node in range(len(parent)):
-        below = tables.children[tables.child_ptr[node] : tables.child_ptr[node + 1]].tolist()
-        assert below == [child for child in range(len(parent)) if parent[child] == node]
 
 
 def test_second_model_counts_branching_nodes():

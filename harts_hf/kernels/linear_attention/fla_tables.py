@@ -3,9 +3,15 @@
 Only the last node of a chain can be shorter than a chunk (whatever starts from a node begins at a chunk boundary), so
 a chain *is* an ordinary sequence for every chunk-parallel stage. Chains stand in preorder of their first nodes: on a
 tree whose branches lie at chunk boundaries the packed order is then the compact order.
+
+The rule runs *group* by group, a group being consecutive chains, and keeps what a stage hands to the next for one
+group only: the states before and the gradients after each node (1 MB a node at 32 heads of 128 x 128, each) would
+otherwise grow with the replayed tokens. A tree with little replay is one group.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Self
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -17,43 +23,29 @@ from harts_hf.tree import IntArray
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PackedChains(Tables):
-    """``M`` chunk nodes packed as ``Q`` chains over ``P`` rows, with ``S`` state slots.
+class ChainGroup(Tables):
+    """Consecutive chains, ``Q`` of ``M`` nodes over ``P`` places; all numbers but slots count from the group's first.
 
-    Slots hold fp32 states: first the boundary states handed in, then the outgoing states that some other chain starts
-    from or that the caller exports.
+    Chains start from slots that earlier groups, or earlier rounds of the same group, have filled.
 
     Attributes:
-        gather: ``P`` places over the ``E + N`` rows.
-        output: ``[N]`` int64, the place of each own row's output.
-        output_reader: ``[P]`` int64, the own row that takes its output from a place, or -1.
-        output_is_identity: every place is the own row of the same number.
-        starts_from_nothing: ``[E + N]`` int8, 1 where a row is the first of a chain that starts from no state (its
-            gate multiplies a zero state, so its gate's gradient is exactly 0).
-        cu_seqlens: ``[Q + 1]`` int64 row offsets of the chains.
-        chunk_indices: ``[M, 2]`` int64, chain and position in it of each packed node.
-        first_node: ``[Q]`` int64, the packed number of each chain's first node.
+        places: first place of the group among all, and the exclusive end (host integers).
+        cu_seqlens: ``[Q + 1]`` int64 place offsets of the chains.
+        chunk_indices: ``[M, 2]`` int64, chain and position in it of each node.
+        first_node: ``[Q]`` int64, each chain's first node.
         start_slot: ``[Q]`` int32 slot that each chain starts from, -1 for a zero state.
-        node_slot: ``[M]`` int32 slot of each packed node's outgoing state, -1 where nobody reads it.
+        node_slot: ``[M]`` int32 slot of each node's outgoing state, -1 where nobody reads it.
         chains_by_round: ``[Q]`` int32, chains ordered by round, longest first within a round.
         round_ptr: offsets of the rounds in ``chains_by_round`` (host integers).
         round_nodes: nodes of each round, and ``round_longest``: of its longest chain (host integers).
-        slots_by_round: slots in the order in which their gradients become complete: those that chains of round 0 start
-            from, then of round 1, ...
+        slots_by_round: slots that chains of round 0 start from, then of round 1, ...
         slot_round_ptr: offsets of the rounds in ``slots_by_round``.
         slot_ptr: ``[S + 1]`` int64 CSR of the chains that start from each slot.
-        slot_chains: those chains, ascending.
-        export_slot: ``[X]`` int64 slot of each exported node.
-        num_initial: number of boundary states handed in.
-        num_slots: S.
-        chunk_size: C.
+        slot_chains: those chains, descending: groups are undone from the last one on, so the sums of a slot's
+            gradients have one order however chains are grouped.
     """
 
-    gather: GatherIndex
-    output: torch.Tensor
-    output_reader: torch.Tensor
-    output_is_identity: bool
-    starts_from_nothing: torch.Tensor
+    places: tuple[int, int]
     cu_seqlens: torch.Tensor
     chunk_indices: torch.Tensor
     first_node: torch.Tensor
@@ -67,10 +59,6 @@ class PackedChains(Tables):
     slot_round_ptr: tuple[int, ...]
     slot_ptr: torch.Tensor
     slot_chains: torch.Tensor
-    export_slot: torch.Tensor
-    num_initial: int
-    num_slots: int
-    chunk_size: int
 
     @property
     def num_rounds(self) -> int:
@@ -86,6 +74,48 @@ class PackedChains(Tables):
     def num_chains(self) -> int:
         """Q."""
         return len(self.start_slot)
+
+    @property
+    def num_slots(self) -> int:
+        """S, of the whole tree."""
+        return len(self.slot_ptr) - 1
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedChains(Tables):
+    """Chunk nodes packed as chains over ``P`` places, with ``S`` state slots.
+
+    Slots hold fp32 states: first the boundary states handed in, then the outgoing states that some other chain starts
+    from or that the caller exports.
+
+    Attributes:
+        gather: ``P`` places over the ``E + N`` rows.
+        output: ``[N]`` int64, the place of each own row's output.
+        output_reader: ``[P]`` int64, the own row that takes its output from a place, or -1.
+        output_is_identity: every place is the own row of the same number.
+        starts_from_nothing: ``[E + N]`` int8, 1 where a row is the first of a chain that starts from no state (its
+            gate multiplies a zero state, so its gate's gradient is exactly 0).
+        groups: in the order in which the forward runs them.
+        export_slot: ``[X]`` int64 slot of each exported node.
+        num_initial: number of boundary states handed in.
+        num_slots: S.
+        chunk_size: C.
+    """
+
+    gather: GatherIndex
+    output: torch.Tensor
+    output_reader: torch.Tensor
+    output_is_identity: bool
+    starts_from_nothing: torch.Tensor
+    groups: tuple[ChainGroup, ...]
+    export_slot: torch.Tensor
+    num_initial: int
+    num_slots: int
+    chunk_size: int
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same tables on ``device``."""
+        return replace(super().to(device), groups=tuple(group.to(device) for group in self.groups))
 
     @property
     def num_places(self) -> int:
@@ -123,18 +153,26 @@ def packed_chains(tables: LinearTables, export_nodes: torch.Tensor, num_initial:
     return packed
 
 
-def build_packed_chains(tables: LinearTables, exports: IntArray, num_initial: int) -> PackedChains:
-    """Packs the nodes of ``tables``; see :class:`PackedChains`."""
+def build_packed_chains(
+    tables: LinearTables, exports: IntArray, num_initial: int, *, group_size: int | None = None
+) -> PackedChains:
+    """Packs the nodes of ``tables``; see :class:`PackedChains`.
+
+    Args:
+        tables: of one microbatch.
+        exports: ``[X]`` nodes whose outgoing states the caller wants.
+        num_initial: number of boundary states.
+        group_size: nodes and starting chains that a group may have (one chain may always); None for
+            :func:`default_group_size`.
+    """
     size, num_nodes = tables.chunk_size, tables.num_nodes
     parent, lengths = _host(tables.parent), _host(tables.lengths)
     chains = decompose_chains(parent)
     order, chain_start = _preorder_of_chains(chains.head)
-    heads = order[chain_start]
     counts = np.diff(np.append(chain_start, num_nodes))
     place_of_node = np.zeros(num_nodes + 1, np.int64)
     np.cumsum(lengths[order], out=place_of_node[1:])
-    rounds = chains.call[heads]
-    slots = _slots(parent, heads, order, _host(tables.initial)[heads], exports, num_initial)
+    slots = _slots(parent, order[chain_start], order, _host(tables.initial)[order[chain_start]], exports, num_initial)
     rows = _host(tables.gather.index).reshape(num_nodes, size)[order]
     rows = rows[np.arange(size) < lengths[order][:, None]]
     packed_number = np.empty(num_nodes, np.int64)
@@ -145,41 +183,98 @@ def build_packed_chains(tables: LinearTables, exports: IntArray, num_initial: in
     reader[output] = np.arange(len(output))
     nothing = np.zeros(tables.gather.num_rows, np.int8)
     nothing[rows[place_of_node[chain_start[slots.start_slot < 0]]]] = 1
-    chain_of_node = np.repeat(np.arange(len(heads)), counts)
-    by_round = np.lexsort((-counts, rounds))
-    slot_round = np.full(slots.num_slots, -1, np.int64)
-    started = slots.start_slot >= 0
-    slot_round[slots.start_slot[started]] = rounds[started]
-    num_rounds = chains.num_calls
-    slot_order = np.argsort(slot_round, kind="stable")
-    readers = GatherIndex.build(slots.start_slot, slots.num_slots)
+    weights = counts + (slots.start_slot >= 0)
+    limit = default_group_size(int(weights.sum()), tables.num_rows, size) if group_size is None else group_size
+    bounds = _group_bounds(weights, limit)
+    ends = np.append(chain_start, num_nodes)
+    groups = [
+        _group(
+            chains.call[order[chain_start[first:stop]]],
+            counts[first:stop],
+            slots.start_slot[first:stop],
+            slots.node_slot[order[ends[first] : ends[stop]]],
+            place_of_node[ends[first : stop + 1]],
+            slots.num_slots,
+        )
+        for first, stop in pairwise(bounds)
+    ]
     host = PackedChains(
         gather=GatherIndex.build(rows, tables.gather.num_rows),
         output=torch.from_numpy(output),
         output_reader=torch.from_numpy(reader),
         output_is_identity=len(rows) == len(output) and bool((output == np.arange(len(rows))).all()),
         starts_from_nothing=torch.from_numpy(nothing),
-        cu_seqlens=torch.from_numpy(np.append(place_of_node[chain_start], place_of_node[-1])),
-        chunk_indices=torch.from_numpy(
-            np.stack([chain_of_node, np.arange(num_nodes) - chain_start[chain_of_node]], axis=1)
-        ),
-        first_node=torch.from_numpy(chain_start),
-        start_slot=torch.from_numpy(slots.start_slot.astype(np.int32)),
-        node_slot=torch.from_numpy(slots.node_slot[order].astype(np.int32)),
-        chains_by_round=torch.from_numpy(by_round.astype(np.int32)),
-        round_ptr=tuple(np.searchsorted(rounds[by_round], np.arange(num_rounds + 1)).tolist()),
-        round_nodes=tuple(int(counts[rounds == index].sum()) for index in range(num_rounds)),
-        round_longest=tuple(int(counts[rounds == index].max()) for index in range(num_rounds)),
-        slots_by_round=torch.from_numpy(slot_order.astype(np.int32)),
-        slot_round_ptr=tuple(np.searchsorted(slot_round[slot_order], np.arange(num_rounds + 1)).tolist()),
-        slot_ptr=readers.ptr,
-        slot_chains=readers.places.int(),
+        groups=tuple(groups),
         export_slot=torch.from_numpy(slots.node_slot[exports]),
         num_initial=num_initial,
         num_slots=slots.num_slots,
         chunk_size=size,
     )
     return host.to(tables.parent.device)
+
+
+def default_group_size(weight: int, num_rows: int, chunk_size: int) -> int:
+    """Nodes and starting chains of a group.
+
+    A tree that has hardly more of them than its rows would have without replay is one group: to split few long chains
+    would leave the GPU idle. Others are split so that a layer's memory stays that of a layer without sharing.
+    """
+    without_replay = -(-num_rows // chunk_size)
+    if weight <= 1.25 * without_replay:
+        return weight
+    return max(3 * without_replay // 4, 256)
+
+
+def _group_bounds(weights: IntArray, limit: int) -> list[int]:
+    """Offsets of the fewest runs of consecutive chains of at most ``limit`` together; one chain may have more."""
+    bounds, total = [0], 0
+    for chain, weight in enumerate(weights.tolist()):
+        if total and total + weight > limit:
+            bounds.append(chain)
+            total = 0
+        total += weight
+    return [*bounds, len(weights)]
+
+
+def _group(
+    rounds: IntArray, counts: IntArray, start_slot: IntArray, node_slot: IntArray, places: IntArray, num_slots: int
+) -> ChainGroup:
+    """One group.
+
+    Args:
+        rounds, counts, start_slot: ``[Q]`` call, nodes and slot of each chain.
+        node_slot: ``[M]``.
+        places: ``[Q + 1]`` offsets of the chains in all places.
+        num_slots: of the whole tree.
+    """
+    present, round_of = np.unique(rounds, return_inverse=True)  # a group need not have chains of every round
+    first_node = np.cumsum(counts) - counts
+    chain_of_node = np.repeat(np.arange(len(counts)), counts)
+    by_round = np.lexsort((-counts, round_of))
+    all_rounds = np.arange(len(present) + 1)
+    slot_round = np.full(num_slots, -1, np.int64)
+    started = start_slot >= 0
+    slot_round[start_slot[started]] = round_of[started]
+    slot_order = np.argsort(slot_round, kind="stable")
+    readers = GatherIndex.build(start_slot[::-1], num_slots)
+    return ChainGroup(
+        places=(int(places[0]), int(places[-1])),
+        cu_seqlens=torch.from_numpy(places - places[0]),
+        chunk_indices=torch.from_numpy(
+            np.stack([chain_of_node, np.arange(len(node_slot)) - first_node[chain_of_node]], axis=1)
+        ),
+        first_node=torch.from_numpy(first_node),
+        start_slot=torch.from_numpy(start_slot.astype(np.int32)),
+        node_slot=torch.from_numpy(node_slot.astype(np.int32)),
+        chains_by_round=torch.from_numpy(by_round.astype(np.int32)),
+        round_ptr=tuple(np.searchsorted(round_of[by_round], all_rounds).tolist()),
+        round_nodes=tuple(int(counts[round_of == index].sum()) for index in all_rounds[:-1]),
+        round_longest=tuple(int(counts[round_of == index].max()) for index in all_rounds[:-1]),
+        slots_by_round=torch.from_numpy(slot_order.astype(np.int32)),
+        slot_round_ptr=tuple(np.searchsorted(slot_round[slot_order], all_rounds).tolist()),
+        slot_ptr=readers.ptr,
+        slot_chains=(len(start_slot) - 1 - readers.places).int(),
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,8 @@ One launch gathers q, k, v, g and beta of every place (it also does what stock l
 launch sums each row's places in ascending order, in fp32, and takes the gradient of the norm once per row.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -47,7 +49,7 @@ def pack_rows(
 
 
 def unpack_gradients(
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    gradients: Sequence[torch.Tensor],
     q: torch.Tensor,
     k: torch.Tensor,
     q_rstd: torch.Tensor,
@@ -60,7 +62,7 @@ def unpack_gradients(
     """Gradients ``[E + N, ...]`` of q, k, v, g, beta in ``dtypes`` from those of the places.
 
     Args:
-        gradients: ``[1, P, ...]`` of packed q, k (as normalised), v, g, beta.
+        gradients: five, ``[1, P, ...]``, of packed q, k (as normalised), v, g, beta.
         q, k: ``[1, P, H, K]`` the packed (normalised) values.
         q_rstd, k_rstd: ``[P, H]``.
         chains: the packed tree.

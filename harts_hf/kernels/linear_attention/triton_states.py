@@ -9,7 +9,7 @@ Delta Networks", arXiv 2412.06464, section 3.3; KDA: arXiv 2510.26692)::
 
 One launch runs all chains of a round, a program a (chain, head, block of value columns); S stays in fp32 registers
 along a chain and crosses from chain to chain through fp32 slots. In the backward the gradient of a slot is the sum
-over the chains that start from it, in ascending order: no atomics, so two runs agree bitwise.
+over the chains that start from it, in descending order: no atomics, so two runs agree bitwise.
 
 Casts are those of Flash Linear Attention's kernels, so that a tree reproduces their numerical path. The code runs
 under Triton's interpreter (fp32 only: its bf16 products are wrong).
@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from harts_hf.kernels.linear_attention.fla_tables import PackedChains
+from harts_hf.kernels.linear_attention.fla_tables import ChainGroup
 
 
 @triton.jit
@@ -287,20 +287,22 @@ def run_states_forward(
     u: torch.Tensor,
     g: torch.Tensor,
     slots: torch.Tensor,
-    chains: PackedChains,
+    chains: ChainGroup,
     *,
+    chunk_size: int,
     write_slots: bool,
     block_v: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs the recurrence over every chain.
+    """Runs the recurrence over every chain of a group of ``M`` nodes and ``P`` places.
 
     Args:
         k: ``[1, P, H, K]`` keys, already decayed to the chunk's end for KDA.
         w: ``[1, P, HV, K]`` and u: ``[1, P, HV, V]`` WY factors.
         g: cumulative log2 decay within each chunk, fp32: ``[1, P, HV]`` (GDN) or ``[1, P, HV, K]`` (KDA).
-        slots: ``[S, HV, K, V]`` fp32; the first ``chains.num_initial`` hold the boundary states. Filled round by
-            round if ``write_slots``; otherwise all of them must be filled already, and one launch does.
-        chains: the packed tree.
+        slots: ``[S, HV, K, V]`` fp32, of the whole tree. The group's are filled round by round if ``write_slots``;
+            otherwise all of them must be filled already, and one launch does.
+        chains: the group.
+        chunk_size: C.
         write_slots: see there.
         block_v: value columns a program takes, None to choose.
 
@@ -335,7 +337,7 @@ def run_states_forward(
             HV=value_heads,
             K=dim_k,
             V=dim_v,
-            BT=chains.chunk_size,
+            BT=chunk_size,
             BK=_block_k(dim_k),
             BV=width,
             USE_GK=g.dim() == 4,
@@ -354,20 +356,22 @@ def run_states_backward(
     do: torch.Tensor,
     dv: torch.Tensor,
     d_slots: torch.Tensor,
-    chains: PackedChains,
+    chains: ChainGroup,
     *,
+    chunk_size: int,
     scale: float,
     block_v: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs the recurrence's backward, last round first.
+    """Runs the recurrence's backward over a group, last round first; later groups have been run before.
 
     Args:
         q, k, w, g: as in the forward; q is ``q * exp2(g)`` for KDA.
         do: ``[1, P, HV, V]`` gradient of the outputs.
         dv: ``[1, P, HV, V]`` gradient of ``v_new`` from within the chunk.
-        d_slots: ``[S, HV, K, V]`` fp32 gradients of exported states, zero elsewhere; on return it also
-            holds what came from the chains that start from each slot, which for a boundary state is its gradient.
-        chains: the packed tree.
+        d_slots: ``[S, HV, K, V]`` fp32 gradients of exported states, zero elsewhere; what comes from the group's
+            chains is added to the slots that they start from. After all groups, a boundary state's is its gradient.
+        chains: the group.
+        chunk_size: C.
         scale: of q.
         block_v: value columns a program takes, None to choose.
 
@@ -405,7 +409,7 @@ def run_states_backward(
             HV=value_heads,
             K=dim_k,
             V=dim_v,
-            BT=chains.chunk_size,
+            BT=chunk_size,
             BK=_block_k(dim_k),
             BV=width,
             USE_GK=g.dim() == 4,
