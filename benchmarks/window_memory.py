@@ -29,23 +29,12 @@ from benchmarks.tree_build import describe_machine
 from benchmarks.window_workloads import MODELS, SEED, Case, build_model, trees
 from harts_hf import Schedule, patch, unpatch
 from harts_hf.modeling.widening import float64_everywhere
-from harts_hf.planner.accounting import ChunkEnds
-from harts_hf.planner.execution import graph_tokens
+from harts_hf.planner.memory import MemoryCounts
 from harts_hf.runtime import Coefficients, TreeWindow, WindowRun
 
 RESULTS = Path(__file__).parent / "results" / "window_memory.json"
 BAR = 0.10
-FEATURES = (
-    "rows with a graph",
-    "chunk nodes with a graph",
-    "rows read by those with a graph",
-    "handed rows",
-    "handed states",
-    "rows of a forward without graph",
-    "rows of a backward",
-    "rows read by a backward",
-    "constant",
-)
+FEATURES = (*MemoryCounts.names(), "constant")
 
 
 def cases() -> Iterator[Case]:
@@ -146,35 +135,9 @@ def record(live: LiveBytes, peaks: list[int], function: Callable[..., Any], *arg
 
 
 def features(schedule: Schedule) -> np.ndarray:
-    """The planner's counts of :data:`FEATURES` while each op runs, ``[ops, 9]``."""
-    ops, microbatches = schedule.ops(dummies=False), schedule.microbatches
-    ends = ChunkEnds(schedule.tree, schedule.config.chunk_size)
-    nodes = [len(ends.chunk_nodes(microbatch)[0]) for microbatch in microbatches]
-    rows = graph_tokens(ops, microbatches)
-    table, alive = [], set()
-    for place, (kind, index) in enumerate(ops):
-        if kind == "F":
-            alive.add(index)
-        handed = [
-            schedule.exports.of[trunk] for trunk, first, last in schedule.handoff_lives[0] if first <= place <= last
-        ]
-        num_rows = microbatches[index].num_rows
-        table.append(
-            [
-                rows[place],
-                sum(nodes[i] for i in alive),
-                sum(microbatches[i].num_prefix for i in alive),
-                sum(export.rows for export in handed),
-                sum(export.states for export in handed),
-                num_rows * (kind == "S"),
-                num_rows * (kind == "B"),
-                microbatches[index].num_prefix * (kind == "B"),  # an MLA's expanded keys and their gradients
-                1,
-            ]
-        )
-        if kind == "B":
-            alive.discard(index)
-    return np.array(table, float)
+    """The planner's counts while each op runs, and 1, ``[ops, 11]``."""
+    counts = schedule.memory_counts().table()
+    return np.append(counts, np.ones((len(counts), 1)), axis=1)
 
 
 def fit(measured: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,10 +96,12 @@ class Measure:
     Attributes:
         work: for the cost model.
         entries: ``[E]`` rows of trunks after which boundary states are read, ascending.
+        chunks: chunk nodes of its linear layers.
     """
 
     work: Work
     entries: IntArray
+    chunks: int
 
 
 def measure(ends: ChunkEnds, microbatch: Microbatch, cost: CostModel) -> Measure:
@@ -116,7 +119,7 @@ def measure(ends: ChunkEnds, microbatch: Microbatch, cost: CostModel) -> Measure
         calls=_calls(parent),
         handoff_bytes=handed,
     )
-    return Measure(work=work, entries=entries)
+    return Measure(work=work, entries=entries, chunks=len(row))
 
 
 def contains(spans: IntArray, rows: IntArray) -> NDArray[np.bool_]:
@@ -137,11 +140,19 @@ def _calls(parent: IntArray) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What a trunk hands over to all of its dependents together."""
+    """What a trunk hands over to all of its dependents together.
+
+    Attributes:
+        rows: handed rows of full attention.
+        states: boundaries of the linear layers.
+        value_bytes: of what the trunk's forward makes.
+        gradient_bytes: of the sums that its dependents' backwards add to.
+    """
 
     rows: int
     states: int
-    num_bytes: float
+    value_bytes: int
+    gradient_bytes: int
 
 
 class Exports:
@@ -164,8 +175,14 @@ class Exports:
         for trunk in sorted(spans):
             rows = span_size(union(spans[trunk]))
             count = len(states[trunk])
-            num_bytes = rows * cost.handoff_bytes_per_row + count * cost.handoff_bytes_per_state
-            self.of[trunk] = Export(rows=rows, states=count, num_bytes=num_bytes)
+            of_rows, of_states = rows * cost.handoff_bytes_per_row, count * cost.handoff_bytes_per_state
+            gradients = of_rows * cost.gradient_part_of_row + of_states * cost.gradient_part_of_state
+            self.of[trunk] = Export(
+                rows=rows,
+                states=count,
+                value_bytes=ceil(of_rows + of_states - gradients),
+                gradient_bytes=ceil(gradients),
+            )
 
     @cached_property
     def total_rows(self) -> int:

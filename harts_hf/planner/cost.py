@@ -16,7 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 FORMAT = "harts_hf.cost"
-VERSION = 1
+VERSION = 2
+_SIZES = {
+    "handoff_bytes_per_row": 1e18,
+    "handoff_bytes_per_state": 1e18,
+    "gradient_part_of_row": 1.0,
+    "gradient_part_of_state": 1.0,
+}
 FEATURES = ("rows", "linear_rows", "pairs", "calls", "handoff_bytes", "microbatches")
 
 
@@ -66,6 +72,9 @@ class CostModel:
         backward: of the op B.
         handoff_bytes_per_row: of one handed row, all full-attention layers, gradient included.
         handoff_bytes_per_state: of one boundary of all linear layers: state, replayed rows, gradients.
+        gradient_part_of_row: the part of a row's bytes that is gradient, from 0 to 1; gradients live shorter than
+            values.
+        gradient_part_of_state: the same of a boundary.
         source: where the coefficients come from.
     """
 
@@ -77,6 +86,8 @@ class CostModel:
     )
     handoff_bytes_per_row: float = 20_736
     handoff_bytes_per_state: float = 56e6
+    gradient_part_of_row: float = 2 / 3
+    gradient_part_of_state: float = 1 / 2
     source: str = "default: Ling-3.0-tiny on an H200"
 
     def seconds(self, kind: str, work: Work) -> float:
@@ -110,6 +121,9 @@ class CostModel:
         expected = {f.name for f in fields(cls)}
         if set(content) != expected:
             raise ValueError(f"expected the keys {sorted(expected)} in a cost model, got {sorted(content)}")
+        for name, highest in _SIZES.items():
+            if not (isinstance(content[name], int | float) and 0 <= content[name] <= highest):
+                raise ValueError(f"expected {name} between 0 and {highest:g}, got {content[name]!r}")
         for direction in ("forward", "backward"):
             values = content[direction]
             if not isinstance(values, dict) or set(values) != set(FEATURES):

@@ -1,8 +1,7 @@
 """The order of forwards and backwards of a rank, and equal strings of them over ranks (NumPy only)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from harts_hf.planner.accounting import Export
 from harts_hf.planner.microbatch import Microbatch
 
 Op = tuple[str, int]
@@ -115,22 +114,6 @@ def handoff_lives(ops: Sequence[Op], microbatches: Sequence[Microbatch]) -> list
     for trunk in list(last):
         end(trunk)
     return sorted(lives)
-
-
-def peak_of_lives(
-    lives: Sequence[tuple[int, int, int]], exports: dict[int, Export], size: Callable[[Export], float]
-) -> tuple[float, int]:
-    """The largest sum of ``size`` alive at once, and the op where it is reached (0 if nothing is handed over)."""
-    change: dict[int, float] = {}
-    for trunk, first, last in lives:
-        change[first] = change.get(first, 0) + size(exports[trunk])
-        change[last + 1] = change.get(last + 1, 0) - size(exports[trunk])
-    alive, peak, place = 0.0, 0.0, 0
-    for time in sorted(change):
-        alive += change[time]
-        if alive > peak:
-            peak, place = alive, time
-    return peak, place
 
 
 def align(rank_ops: Sequence[Sequence[Op]]) -> list[list[Op]]:

@@ -3,15 +3,8 @@
 from collections.abc import Sequence
 
 from harts_hf.planner.accounting import Export
-from harts_hf.planner.execution import (
-    Op,
-    graph_tokens,
-    handoff_lives,
-    keep_ops,
-    nested_ops,
-    peak_of_lives,
-    replay_ops,
-)
+from harts_hf.planner.execution import Op, graph_tokens, keep_ops, nested_ops, replay_ops
+from harts_hf.planner.memory import handed_bytes, value_lives
 from harts_hf.planner.microbatch import Microbatch
 
 
@@ -65,9 +58,9 @@ def order_ops(
     if max_graph_tokens is not None and graphs > max_graph_tokens:
         raise LimitError("max_graph_tokens", graphs)
     if max_handoff_bytes is not None:
-        peak, _ = peak_of_lives(handoff_lives(ops, all_microbatches), exports, lambda export: export.num_bytes)
+        peak = int(handed_bytes(ops, all_microbatches, exports).max())
         if peak > max_handoff_bytes:
-            raise LimitError("max_handoff_bytes", int(-(-peak // 1)))
+            raise LimitError("max_handoff_bytes", peak)
     return ops
 
 
@@ -110,16 +103,16 @@ def _replay_within(
     last_reader = {trunk: microbatch.id for microbatch in own for trunk in microbatch.trunks}
     # States that the last microbatch reads are needed at once when the scoring pass ends.
     droppable = [trunk for trunk, reader in last_reader.items() if reader != own[-1].id]
-    droppable.sort(key=lambda trunk: (-exports[trunk].num_bytes / all_microbatches[trunk].num_rows, trunk))
+    droppable.sort(key=lambda trunk: (-exports[trunk].value_bytes / all_microbatches[trunk].num_rows, trunk))
     while True:
         ops = replay_ops(own, frozenset(again))
         if limit is None:
             return ops
-        lives = handoff_lives(ops, all_microbatches)
-        peak, place = peak_of_lives(lives, exports, lambda export: export.num_bytes)
-        if peak <= limit:
+        alive_bytes = handed_bytes(ops, all_microbatches, exports)
+        place = int(alive_bytes.argmax())
+        if alive_bytes[place] <= limit:
             return ops
-        alive = {trunk for trunk, first, last in lives if first <= place <= last}
+        alive = {trunk for trunk, first, last in value_lives(ops, all_microbatches) if first <= place <= last}
         more = next((trunk for trunk in droppable if trunk in alive and trunk not in again), None)
         if more is None:
             return ops

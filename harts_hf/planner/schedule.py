@@ -7,7 +7,8 @@ from functools import cached_property
 from harts_hf.planner.accounting import ChunkEnds, Exports, Measure, measure
 from harts_hf.planner.config import PlannerConfig
 from harts_hf.planner.cost import CostModel
-from harts_hf.planner.execution import DUMMY, Op, align, graph_tokens, handoff_lives, peak_of_lives
+from harts_hf.planner.execution import DUMMY, Op, align, graph_tokens, handoff_lives
+from harts_hf.planner.memory import MemoryCounts, amounts_alive, count_memory, handed_bytes
 from harts_hf.planner.microbatch import Microbatch
 from harts_hf.tree import RolloutTree
 
@@ -47,9 +48,12 @@ class Schedule:
         Raises:
             ValueError: no such rank.
         """
+        self._check_rank(rank)
+        return list(self._aligned[rank] if dummies else self.rank_ops[rank])
+
+    def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.config.world_size:
             raise ValueError(f"expected rank in [0, {self.config.world_size}), got {rank}")
-        return list(self._aligned[rank] if dummies else self.rank_ops[rank])
 
     @cached_property
     def _aligned(self) -> list[list[Op]]:
@@ -109,14 +113,26 @@ class Schedule:
     @cached_property
     def peak_handoff_tokens(self) -> int:
         """Most handed rows alive at once on a rank."""
-        of = self.exports.of
-        return int(max(peak_of_lives(lives, of, lambda export: export.rows)[0] for lives in self.handoff_lives))
+        peaks = []
+        for ops, lives in zip(self.rank_ops, self.handoff_lives, strict=True):
+            rows = amounts_alive(len(ops), ((first, last, self.exports.of[i].rows) for i, first, last in lives))
+            peaks.append(int(rows.max(initial=0)))
+        return max(peaks)
 
     @cached_property
     def peak_handoff_bytes(self) -> int:
-        """Most bytes of handed states alive at once on a rank, by the cost model's sizes."""
+        """Most bytes of handed values and gradient sums alive at once on a rank, by the cost model's sizes."""
         of = self.exports.of
-        return int(max(peak_of_lives(lives, of, lambda export: export.num_bytes)[0] for lives in self.handoff_lives))
+        return int(max(handed_bytes(ops, self.microbatches, of).max(initial=0) for ops in self.rank_ops))
+
+    def memory_counts(self, rank: int = 0) -> MemoryCounts:
+        """What is alive while each op of ``ops(rank, dummies=False)`` runs: rows, chunk nodes and states by use.
+
+        Peak memory is the largest sum over counts of one op, each times bytes that depend on model and kernels
+        (``benchmarks/window_memory.py`` fits them): ``schedule.memory_counts().peak_bytes({"graph_rows": ...})``.
+        """
+        self._check_rank(rank)
+        return count_memory(self.rank_ops[rank], self.microbatches, self.measures, self.exports.of)
 
     @property
     def oversized(self) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ from harts_hf.planner.assemble import assemble
 from harts_hf.planner.config import PlannerConfig
 from harts_hf.planner.cost import Coefficients, CostModel
 from harts_hf.planner.cuts import Piece, PieceLimits, cut_evenly, cut_greedily, cut_whole_paths
-from harts_hf.planner.execution import Op, graph_tokens, handoff_lives, interleave, peak_of_lives
+from harts_hf.planner.execution import Op, graph_tokens, interleave
+from harts_hf.planner.memory import handed_bytes
 from harts_hf.planner.microbatch import Microbatch
 from harts_hf.planner.orders import LimitError, order_ops
 from harts_hf.planner.schedule import Schedule
@@ -185,7 +186,6 @@ def _interleaved(
     words = [tuple(ops) for ops in interleave(rank_ops, rows, config.max_graph_tokens or peak)]
     if config.max_handoff_bytes is not None:
         for ops in words:
-            lives = handoff_lives(ops, microbatches)
-            if peak_of_lives(lives, exports.of, lambda export: export.num_bytes)[0] > config.max_handoff_bytes:
+            if handed_bytes(ops, microbatches, exports.of).max(initial=0) > config.max_handoff_bytes:
                 return rank_ops
     return words

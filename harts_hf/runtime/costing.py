@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from harts_hf.modeling import patch
+from harts_hf.modeling import patch, vocab_size_of
 from harts_hf.planner import CostModel, PlannerConfig, Work, fit_coefficients
 from harts_hf.runtime.run import Coefficients, WindowRun
 from harts_hf.runtime.window import TreeWindow
@@ -50,8 +51,7 @@ def fit_cost_model(
     patch(model)
     model.train()
     runner = _Runner(model, np.random.default_rng(seed))
-    per_row, per_state = _handoff_bytes(runner)
-    cost = CostModel(handoff_bytes_per_row=per_row, handoff_bytes_per_state=per_state)
+    cost = _with_handoff_bytes(runner)
     forwards: list[tuple[Work, float]] = []
     backwards: list[tuple[Work, float]] = []
     for name, shape, rows in _windows(max_rows):
@@ -61,11 +61,10 @@ def fit_cost_model(
             sample = (window.schedule.measures[index].work, seconds)
             (backwards if kind == "B" else forwards).append(sample)
     model.zero_grad(set_to_none=True)
-    return CostModel(
+    return replace(
+        cost,
         forward=fit_coefficients(*zip(*forwards, strict=True)),
         backward=fit_coefficients(*zip(*backwards, strict=True)),
-        handoff_bytes_per_row=per_row,
-        handoff_bytes_per_state=per_state,
         source=source,
     )
 
@@ -115,7 +114,7 @@ class _Runner:
     def __init__(self, model: nn.Module, rng: np.random.Generator) -> None:
         self.model, self.rng = model, rng
         self.device = next(model.parameters()).device
-        self.vocab_size: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        self.vocab_size: int = vocab_size_of(model)
 
     def window(self, shape: Shape, rows: int, cost: CostModel) -> TreeWindow:
         """A window of a shape, planned with handoff and every row computed once."""
@@ -188,8 +187,8 @@ class _Timed(nn.Module):
         return out
 
 
-def _handoff_bytes(runner: _Runner) -> tuple[float, float]:
-    """Bytes of a handed row and of a handed boundary, gradients included."""
+def _with_handoff_bytes(runner: _Runner) -> CostModel:
+    """A cost model with the bytes of a handed row and of a handed boundary, and the part of them that is gradient."""
     counts, sizes = [], []
     for shape in (
         _chain(2 * MIN_ROWS),
@@ -205,5 +204,11 @@ def _handoff_bytes(runner: _Runner) -> tuple[float, float]:
     solution = np.linalg.lstsq(np.array(counts, np.float64), np.array(sizes, np.float64), rcond=None)[0]
     # A gradient is float32 or wider. Rows are kept in the model's dtype; a boundary is mostly states of float32.
     itemsize = next(runner.model.parameters()).element_size()
-    with_gradient = 1 + max(4, itemsize) / itemsize, 2.0
-    return tuple(max(0.0, float(v)) * factor for v, factor in zip(solution, with_gradient, strict=True))  # type: ignore[return-value]
+    per_row, per_state = (max(0.0, value) for value in solution.tolist())
+    row_gradient = max(4, itemsize) / itemsize
+    return CostModel(
+        handoff_bytes_per_row=per_row * (1 + row_gradient),
+        handoff_bytes_per_state=per_state * 2,
+        gradient_part_of_row=row_gradient / (1 + row_gradient),
+        gradient_part_of_state=1 / 2,
+    )

@@ -26,16 +26,18 @@ def test_json_round_trip(tmp_path):
     cost = CostModel(handoff_bytes_per_row=5.0, source="a test")
     cost.save(tmp_path / "cost.json")
     assert CostModel.load(tmp_path / "cost.json") == cost
-    assert json.loads((tmp_path / "cost.json").read_text())["version"] == 1
+    assert json.loads((tmp_path / "cost.json").read_text())["version"] == 2
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "format 'harts_hf.cost', version 1"),
+        ({"version": 1}, "format 'harts_hf.cost', version 2"),
         ({"extra": 1}, "expected the keys"),
         ({"forward": {"rows": 1}}, "expected the coefficients rows, linear_rows"),
         ({"forward": dict.fromkeys(FEATURES, -1.0)}, "at least 0 in forward"),
+        ({"handoff_bytes_per_row": -1}, "handoff_bytes_per_row between 0 and 1e.18, got -1"),
+        ({"gradient_part_of_state": 1.5}, "gradient_part_of_state between 0 and 1, got 1.5"),
     ],
 )
 def test_bad_json(change, message):

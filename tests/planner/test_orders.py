@@ -121,7 +121,7 @@ def test_nested_drops_graphs_that_do_not_fit(limit, dropped):
 def test_replay_makes_handoff_again_under_a_limit():
     """Two spines: with room for one spine's states only, the first one's are dropped after scoring and made again."""
     tree = RolloutTree.from_shape([-1, 0, 0, -1, 3, 3], [8] * 6, [1, 2, 4, 5])
-    cost = CostModel(handoff_bytes_per_row=1, handoff_bytes_per_state=0)
+    cost = CostModel(handoff_bytes_per_row=1, handoff_bytes_per_state=0, gradient_part_of_row=0)
     config = {"max_tokens_per_microbatch": 8, "chunk_size": 4, "sharing": "always", "cost": cost}
     free = plan_window(tree, PlannerConfig(**config))
     tight = plan_window(tree, PlannerConfig(**config, max_handoff_bytes=8))

@@ -105,6 +105,7 @@ def counts_by_definition(schedule, microbatch):
         "linear_rows": sum(map(len, nodes.values())),
         "pairs": sum(int(tree.depth[row]) + 1 for row in rows),
         "entries": entries,
+        "chunks": len(nodes),
         "calls": decompose_chains(np.array(parent)).num_calls,
     }
 
@@ -121,6 +122,7 @@ def test_counts_equal_brute_force(tree, config):
         assert measured.work.pairs == expected["pairs"]
         assert measured.entries.tolist() == expected["entries"]
         assert measured.work.calls == expected["calls"]
+        assert measured.chunks == expected["chunks"]
     graph_peak = handoff_peak = 0
     for rank in range(config.world_size):
         ops = schedule.ops(rank, dummies=False)
