@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     groups = read_rollouts(options.rollouts, _tokenizer(options))
     model = _load(options.model, getattr(torch, options.dtype), options.seed).to(_device(options.device)).eval()
     samples = _samples(groups, model, options)
-    about = {**_about(model, options), **_about_samples(samples)}
+    about = {**_about(model, options), **_about_samples(samples, planner)}
     print("\n".join(f"{name:<10}{text}" for name, text in about.items()), end="\n\n")
     verdict = verify(
         model,
@@ -164,19 +164,26 @@ def _about(model: Any, options: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _about_samples(samples: Sequence[Any]) -> dict[str, str]:
+def _about_samples(samples: Sequence[Any], planner: Any) -> dict[str, str]:
+    from harts_hf.planner import plan_window
+    from harts_hf.runtime.verification import planner_of_parts
     from harts_hf.tree import RolloutTree
 
     trees = [RolloutTree.from_trajectories(sample.trajectories) for sample in samples]
     expanded, unique = (sum(getattr(t, key) for t in trees) for key in ("num_expanded_tokens", "num_tokens"))
+    parts = sum(
+        len(plan_window(tree, planner_of_parts(sample.trajectories, planner)).microbatches)
+        for sample, tree in zip(samples, trees, strict=True)
+    )
     notes = [
         "trajectories cut to fit" if any(sample.is_cut for sample in samples) else "",
         "tokens drawn at random" if any(sample.is_filled for sample in samples) else "",
         "NOTHING IS SHARED" if expanded == unique else "",
+        "NOTHING IS HANDED OVER" if parts == len(trees) else "",
         "NOTHING BRANCHES" if not any((tree.num_children > 1).any() for tree in trees) else "",
     ]
     text = (
         f"{len(samples)}, of {sum(tree.num_trajectories for tree in trees)} trajectories, {expanded:,} tokens, "
-        f"{unique:,} unique (ratio {expanded / unique:.2f})"
+        f"{unique:,} unique (ratio {expanded / unique:.2f}), {parts} parts"
     )
     return {"draws": "; ".join([text, *filter(None, notes)])}

@@ -23,7 +23,10 @@ ROUNDING_UNITS, ROUNDING_UNITS_WITHOUT_ORACLE = 0.5, 100.0
 # a difference from it says nothing below.
 DECAY_KINDS, DECAY_ERROR_WITHOUT_ORACLE = ("A_log", "dt_bias", "linear attention gates"), 0.05
 
-TREE, EXPANDED, AGAIN, BATCHED, ORACLE = "tree", "expanded", "expanded again", "expanded re-batched", "oracle"
+TREE, PARTS = "tree", "tree in parts"
+EXPANDED, AGAIN, BATCHED, ORACLE = "expanded", "expanded again", "expanded re-batched", "oracle"
+# The ways that are judged.
+JUDGED = (TREE, PARTS)
 # Squared gradient errors by parameter and way of computing, and squares of the reference, one a draw.
 SquaredErrors = dict[str, dict[str, list[float]]]
 
@@ -63,6 +66,7 @@ class KindErrors:
     Attributes:
         kind: see :func:`harts_hf.modeling.kinds.parameter_kinds`.
         num_tensors: parameters of the kind.
+        way: the one of the judged ways that is nearer to its limit; the ratios below are its.
         errors: by way of computing.
         ratio: the tree's error over the baseline's.
         limit: of the ratio.
@@ -72,6 +76,7 @@ class KindErrors:
 
     kind: str
     num_tensors: int
+    way: str
     errors: dict[str, float]
     ratio: float
     limit: float
@@ -125,7 +130,7 @@ def judge(
     """Compares the tree with the expanded computation.
 
     Args:
-        log_probs: by way of computing, ``[P]`` float64 a draw; with "oracle" if there is one.
+        log_probs: by way of computing, ``[P]`` float64 a draw; with "oracle" if there is one. All ways of ``JUDGED``.
         squared_errors: sums over a parameter's entries of squared differences from the reference.
         squares: sums of the reference's squares, by parameter, a draw.
         kinds: kind of each parameter.
@@ -134,30 +139,35 @@ def judge(
     """
     has_oracle = ORACLE in log_probs
     joined = {way: torch.cat(parts) for way, parts in log_probs.items()}
-    differences = {way: _difference(joined[way], joined[EXPANDED]) for way in (AGAIN, BATCHED, TREE)}
-    errors = {way: _difference(joined[way], joined[ORACLE]) for way in (EXPANDED, BATCHED, TREE)} if has_oracle else {}
+    differences = {way: _difference(joined[way], joined[EXPANDED]) for way in (AGAIN, BATCHED, *JUDGED)}
+    against_oracle = (EXPANDED, BATCHED, *JUDGED) if has_oracle else ()
+    errors = {way: _difference(joined[way], joined[ORACLE]) for way in against_oracle}
     # Each layer rounds; without an oracle nothing else tells how much of that reaches the end.
     size = joined[EXPANDED].square().mean().sqrt().item()
     rounding = epsilon * math.sqrt(num_layers) * size
     checks = _log_prob_checks(differences, errors, rounding)
     if has_oracle:
-        parts = [[_mean_square(a, b) for a, b in zip(log_probs[way], log_probs[ORACLE], strict=True)]
-                 for way in (TREE, EXPANDED)]  # fmt: skip
         # Log-probs are float32 or wider: half a unit in their last place is nobody's error.
         floor = (torch.finfo(torch.float32).eps / 2 * size) ** 2
-        ratio, limit = _ratio(*([max(error, floor) for error in part] for part in parts))
-        checks.append(Check(name="log-probs: RMS error over expanded's", value=ratio, limit=limit))
+        squared = {
+            way: [max(_mean_square(a, b), floor) for a, b in zip(log_probs[way], log_probs[ORACLE], strict=True)]
+            for way in (EXPANDED, *JUDGED)
+        }
+        for way in JUDGED:
+            ratio, limit = _ratio(squared[way], squared[EXPANDED])
+            checks.append(Check(name=f"log-probs of the {way}: RMS error over expanded's", value=ratio, limit=limit))
     baseline = EXPANDED if has_oracle else BATCHED
     pooled = []
     for kind in dict.fromkeys(kinds[name] for name in squared_errors):
         names = [name for name in squared_errors if kinds[name] == kind]
         floor = _allowed_error(kind, epsilon, has_oracle=has_oracle)
-        pooled.append(_kind_errors(kind, names, squared_errors, squares, baseline, floor))
-    for one in pooled:
-        checks.append(
-            Check(name=f"gradients of {one.kind}: RMS error over {baseline}'s", value=one.ratio, limit=one.limit)
-        )
-        checks.append(Check(name=f"gradient of {one.worst}", value=one.worst_ratio, limit=SINGLE_FACTOR))
+        judged = [_kind_errors(kind, way, names, squared_errors, squares, baseline, floor) for way in JUDGED]
+        for one in judged:
+            name = f"gradients of {kind} on the {one.way}: RMS error over {baseline}'s"
+            checks.append(Check(name=name, value=one.ratio, limit=one.limit))
+            name = f"gradient of {one.worst} on the {one.way}"
+            checks.append(Check(name=name, value=one.worst_ratio, limit=SINGLE_FACTOR))
+        pooled.append(max(judged, key=lambda one: math.inf if math.isnan(one.ratio) else one.ratio / one.limit))
     return Verdict(
         reference=ORACLE if has_oracle else EXPANDED,
         differences=differences,
@@ -183,15 +193,21 @@ def _log_prob_checks(
     # The largest of thousands of normal errors is about four RMS ones.
     largest = max(*(one.largest for one in own), 4 * rounding)
     rms = max(*(one.rms for one in own), rounding)
-    tree = differences[TREE]
-    return [
-        Check(name="log-probs: RMS difference from expanded", value=tree.rms, limit=RMS_FACTOR * rms),
-        Check(name="log-probs: largest difference from expanded", value=tree.largest, limit=LARGEST_FACTOR * largest),
-    ]
+    checks = []
+    for way in JUDGED:
+        found, name = differences[way], f"log-probs of the {way}"
+        checks += [
+            Check(name=f"{name}: RMS difference from expanded", value=found.rms, limit=RMS_FACTOR * rms),
+            Check(
+                name=f"{name}: largest difference from expanded", value=found.largest, limit=LARGEST_FACTOR * largest
+            ),
+        ]
+    return checks
 
 
 def _kind_errors(
     kind: str,
+    way: str,
     names: Sequence[str],
     squared_errors: SquaredErrors,
     squares: dict[str, list[float]],
@@ -200,19 +216,20 @@ def _kind_errors(
 ) -> KindErrors:
     reference = [sum(draw) for draw in zip(*(squares[name] for name in names), strict=True)]
     pooled = {
-        way: [sum(draw) for draw in zip(*(squared_errors[name][way] for name in names), strict=True)]
-        for way in squared_errors[names[0]]
+        one: [sum(draw) for draw in zip(*(squared_errors[name][one] for name in names), strict=True)]
+        for one in squared_errors[names[0]]
     }
-    relative = {way: _relative(errors, reference, 0.0) for way, errors in pooled.items()}
-    ratio, limit = _ratio(*(_relative(pooled[way], reference, floor) for way in (TREE, baseline)))
+    relative = {one: _relative(errors, reference, 0.0) for one, errors in pooled.items()}
+    ratio, limit = _ratio(*(_relative(pooled[one], reference, floor) for one in (way, baseline)))
     single = {
-        name: _ratio(*(_relative(squared_errors[name][way], squares[name], floor) for way in (TREE, baseline)))[0]
+        name: _ratio(*(_relative(squared_errors[name][one], squares[name], floor) for one in (way, baseline)))[0]
         for name in names
     }
     worst = max(names, key=lambda name: math.inf if math.isnan(single[name]) else single[name])
     return KindErrors(
         kind=kind,
         num_tensors=len(names),
+        way=way,
         errors={way: math.sqrt(sum(draws) / len(draws)) for way, draws in relative.items()},
         ratio=ratio,
         limit=limit,

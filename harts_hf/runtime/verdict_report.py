@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from harts_hf.runtime.verdict import AGAIN, BATCHED, EXPANDED, ORACLE, POOLED_FACTOR, SINGLE_FACTOR, TREE, Verdict
+from harts_hf.runtime.verdict import AGAIN, BATCHED, EXPANDED, JUDGED, ORACLE, POOLED_FACTOR, SINGLE_FACTOR, Verdict
 
 
 def format_verdict(verdict: Verdict) -> str:
@@ -13,7 +13,7 @@ def format_verdict(verdict: Verdict) -> str:
 
 def _log_probs(verdict: Verdict) -> str:
     rows = [["log-probs", "largest", "RMS"]]
-    rows += [[f"{way} - {EXPANDED}", *_two(verdict.differences[way])] for way in (AGAIN, BATCHED, TREE)]
+    rows += [[f"{way} - {EXPANDED}", *_two(verdict.differences[way])] for way in (AGAIN, BATCHED, *JUDGED)]
     rows += [[f"{way} - {ORACLE}", *_two(verdict.errors[way])] for way in verdict.errors]
     return _table(rows)
 
@@ -24,9 +24,9 @@ def _two(difference: object) -> list[str]:
 
 def _gradients(verdict: Verdict) -> str:
     has_oracle = verdict.reference == ORACLE
-    ways = (EXPANDED, AGAIN, BATCHED, TREE) if has_oracle else (AGAIN, BATCHED, TREE)
+    ways = (EXPANDED, AGAIN, BATCHED, *JUDGED) if has_oracle else (AGAIN, BATCHED, *JUDGED)
     baseline = EXPANDED if has_oracle else BATCHED
-    rows = [["gradients of", "tensors", *ways, f"{TREE} / {baseline}", "limit", "worst tensor"]]
+    rows = [["gradients of", "tensors", *ways, f"worse / {baseline}", "limit", "worst tensor"]]
     rows += [
         [
             kind.kind,

@@ -6,6 +6,7 @@ padded batches in another order, changes.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,8 +15,11 @@ from harts_hf.modeling import patch, unpatch
 from harts_hf.modeling.kinds import parameter_kinds
 from harts_hf.planner import PlannerConfig
 from harts_hf.runtime.measuring import Measured, build_oracle, measure_expanded, measure_oracle, measure_tree
-from harts_hf.runtime.verdict import AGAIN, BATCHED, EXPANDED, ORACLE, TREE, SquaredErrors, Verdict, judge
-from harts_hf.tree import IntArray
+from harts_hf.runtime.verdict import AGAIN, BATCHED, EXPANDED, ORACLE, PARTS, TREE, SquaredErrors, Verdict, judge
+from harts_hf.tree import IntArray, RolloutTree
+
+# Trees of a training are larger than a draw: in so many parts, its microbatches hand over states as theirs do.
+NUM_PARTS = 3
 
 
 def verify(
@@ -37,7 +41,7 @@ def verify(
         draws: trajectories of each draw, ``[L]`` token ids, at least two each. Errors scatter from draw to draw, so
             one draw judges by the widest limits only. Draws of the same trajectories differ in their weights, but
             round alike, and count as one.
-        planner: how the tree is run; sharing always if None.
+        planner: how the tree is run; sharing always if None. It is run once more as :func:`planner_of_parts` says.
         with_oracle: whether to compare with float64 (where it fits into memory).
         seed: of the weights.
         progress: called with the name of each step before it is taken.
@@ -78,6 +82,13 @@ def verify(
     )
 
 
+def planner_of_parts(trajectories: Sequence[IntArray], planner: PlannerConfig) -> PlannerConfig:
+    """The planner with microbatches of a third of the unique tokens, if that is less; at least of one chunk."""
+    unique = RolloutTree.from_trajectories(trajectories).num_tokens
+    budget = max(planner.chunk_size, -(-unique // NUM_PARTS))
+    return replace(planner, max_tokens_per_microbatch=min(planner.max_tokens_per_microbatch, budget))
+
+
 def _add(sums: list[float], place: int, values: torch.Tensor) -> None:
     """Adds the sum of squares to the sum at ``place``, which may be the next new one."""
     square = values.double().square().sum().item()
@@ -99,8 +110,9 @@ def _measure(
     for way, batch_size in ((EXPANDED, 1), (AGAIN, 1), (BATCHED, 2)):
         progress(way)
         ways[way] = measure_expanded(model, trajectories, weights, batch_size=batch_size)
-    progress(TREE)
-    ways[TREE] = measure_tree(model, trajectories, weights, planner)
+    for way, config in ((TREE, planner), (PARTS, planner_of_parts(trajectories, planner))):
+        progress(way)
+        ways[way] = measure_tree(model, trajectories, weights, config)
     if oracle is not None:
         progress(ORACLE)
         ways[ORACLE] = measure_oracle(oracle, trajectories, weights)

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from support import planted
+from support import planted, planted_windows
 from support.models import VOCAB, tiny_model
 from support.trees import real_trajectories
 
@@ -89,6 +89,16 @@ def test_a_bug_of_the_backward_alone_fails(models, rollouts, monkeypatch, capsys
     assert status == 1
     last = output.out.splitlines()[-1]
     assert last.startswith("FAIL: ") and "the first: gradient" in last
+
+
+@pytest.mark.parametrize("plant", [planted_windows.last_dependents_gradients_only, planted_windows.conv_rows_dropped])
+def test_a_bug_of_the_handing_over_fails(plant, models, rollouts, monkeypatch, capsys):
+    """What microbatches hand to one another is tried although a draw would fit into one of them."""
+    plant(monkeypatch)
+    arguments = ("--model", models / "qwen3_5_text", rollouts, "--max-tokens", 700, "--draws", 1)
+    status, output = run(*arguments, capsys=capsys)
+    assert status == 1, output.out
+    assert "of the tree in parts" in output.out.splitlines()[-1]
 
 
 @pytest.mark.parametrize("form", ["file", "folder"])

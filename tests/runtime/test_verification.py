@@ -16,7 +16,7 @@ from harts_hf.modeling.families import family_of
 from harts_hf.modeling.kinds import parameter_kinds
 from harts_hf.runtime.measuring import measure_expanded
 from harts_hf.runtime.sampling import random_tokens, sample_trajectories
-from harts_hf.runtime.verdict import AGAIN, BATCHED, EXPANDED, ORACLE, TREE, judge
+from harts_hf.runtime.verdict import AGAIN, BATCHED, EXPANDED, JUDGED, ORACLE, TREE, judge
 from harts_hf.runtime.verification import verify
 
 
@@ -134,15 +134,18 @@ def test_draws_of_the_same_trajectories_count_as_one():
     assert different.passed and same.passed
 
 
-def verdict_of(tree: list[float], expanded: list[float], *, log_prob_error: float = 1e-7):
-    """A verdict on made-up errors of one parameter, a number a draw, the reference's square being 1."""
+def verdict_of(way: str, tree: list[float], expanded: list[float], *, log_prob_error: float = 1e-7):
+    """A verdict on made-up errors of one parameter, a number a draw, the reference's square being 1.
+
+    The errors are those of one judged way; the other one's are the expanded computation's.
+    """
     exact = torch.linspace(-4, -1, 50).double()
-    errors = {EXPANDED: 1e-7, AGAIN: 1e-7, BATCHED: 1e-7, TREE: log_prob_error, ORACLE: 0.0}
-    log_probs = {way: [exact + error for _ in tree] for way, error in errors.items()}
-    squared = {TREE: tree, EXPANDED: expanded, AGAIN: expanded, BATCHED: expanded}
+    errors = dict.fromkeys((EXPANDED, AGAIN, BATCHED, *JUDGED), 1e-7) | {way: log_prob_error, ORACLE: 0.0}
+    log_probs = {one: [exact + error for _ in tree] for one, error in errors.items()}
+    squared = dict.fromkeys((EXPANDED, AGAIN, BATCHED, *JUDGED), expanded) | {way: tree}
     return judge(
         log_probs,
-        {"weight": {way: [value**2 for value in values] for way, values in squared.items()}},
+        {"weight": {one: [value**2 for value in values] for one, values in squared.items()}},
         {"weight": [1.0] * len(tree)},
         {"weight": "norms"},
         epsilon=1.2e-7,
@@ -150,6 +153,7 @@ def verdict_of(tree: list[float], expanded: list[float], *, log_prob_error: floa
     )
 
 
+@pytest.mark.parametrize("way", JUDGED)
 @pytest.mark.parametrize(
     ("tree", "expanded", "passed"),
     [
@@ -165,12 +169,13 @@ def verdict_of(tree: list[float], expanded: list[float], *, log_prob_error: floa
         ([5e-8] * 5, [1e-9] * 5, True),  # below half a rounding of float32
     ],
 )
-def test_limits_of_gradients(tree, expanded, passed):
+def test_limits_of_gradients(tree, expanded, passed, way):
     """1.1x beyond the scatter of the draws, never above 4x, and roundings are nobody's error."""
-    assert verdict_of(tree, expanded).passed is passed
+    assert verdict_of(way, tree, expanded).passed is passed
 
 
+@pytest.mark.parametrize("way", JUDGED)
 @pytest.mark.parametrize(("error", "passed"), [(1e-7, True), (1e-5, False), (math.nan, False)])
-def test_limits_of_log_probs(error, passed):
+def test_limits_of_log_probs(error, passed, way):
     """Log-probs as far off as the expanded ones pass, a hundred times as far they fail."""
-    assert verdict_of([1e-6] * 3, [1e-6] * 3, log_prob_error=error).passed is passed
+    assert verdict_of(way, [1e-6] * 3, [1e-6] * 3, log_prob_error=error).passed is passed

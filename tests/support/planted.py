@@ -79,9 +79,10 @@ def conv_over_branches(monkeypatch: Any) -> None:
 
     def conv(original: Any, batch: TreeBatch, width: int) -> Any:
         table = original(batch, width)
-        rows = torch.arange(batch.num_rows)[:, None] - torch.arange(width - 1, -1, -1)
+        num_rows = table.gather.num_rows  # handed rows stand before the own ones
+        rows = torch.arange(num_rows - batch.num_rows, num_rows)[:, None] - torch.arange(width - 1, -1, -1)
         index = torch.where(table.ancestors >= 0, rows, -1).clamp_min(-1)
-        return dataclasses.replace(table, gather=type(table.gather).build(index.numpy().ravel(), batch.num_rows))
+        return dataclasses.replace(table, gather=type(table.gather).build(index.numpy().ravel(), num_rows))
 
     _wrap(monkeypatch, TreeBatch, "conv", conv)
 
