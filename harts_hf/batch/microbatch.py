@@ -36,6 +36,7 @@ class TreeBatch:
         imports: by kind, where rows and states handed over by trunks come from.
         exports: by kind, own rows (``states``: chunk nodes) that dependents read, int64.
         handoff: the store of a running window; None where nothing is handed over.
+        deterministic: whether GPU attention has to be bitwise reproducible; set by a running window.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class TreeBatch:
             if len(wanted)
         }
         self.handoff: Any = None
+        self.deterministic = False
 
     @property
     def num_rows(self) -> int:

@@ -161,7 +161,10 @@ class _AttentionOn:
         if torch.is_autocast_enabled(device):  # stock attention is on autocast's list; rotary keys come in float32
             dtype = torch.get_autocast_dtype(device)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        return tree_attention(query, key, value, self.batch.attention, scale=scaling), None
+        out = tree_attention(
+            query, key, value, self.batch.attention, scale=scaling, deterministic=self.batch.deterministic
+        )
+        return out, None
 
 
 def _raw_forward(stock: type[nn.Module], names: set[str]) -> FunctionType:

@@ -20,6 +20,8 @@ def tree_logprobs(
     planner: PlannerConfig | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
+    *,
+    deterministic: bool = False,
 ) -> Any:
     """Log-probs of every trajectory, each shared token computed once.
 
@@ -33,6 +35,7 @@ def tree_logprobs(
         planner: limits of the microbatches; the defaults if None.
         temperature: logits are divided by it; above 0.
         return_entropy: whether to return entropies too.
+        deterministic: whether attention on a GPU has to give the same bits in every run (a slower backend).
 
     Returns:
         A list with, for trajectory ``i`` of ``L`` tokens, a tensor ``[L - 1]``: entry ``t`` is the log-probability of
@@ -45,11 +48,16 @@ def tree_logprobs(
     """
     vocab_size = vocab_size_of(model)
     window = TreeWindow(trajectories, planner, vocab_size=vocab_size)
-    return window_logprobs(model, window, temperature, return_entropy)
+    return window_logprobs(model, window, temperature, return_entropy, deterministic=deterministic)
 
 
 def window_logprobs(
-    model: nn.Module, window: TreeWindow, temperature: float = 1.0, return_entropy: bool = False
+    model: nn.Module,
+    window: TreeWindow,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    *,
+    deterministic: bool = False,
 ) -> Any:
     """:func:`tree_logprobs` on a window that is planned already; the same results and errors."""
     if not temperature > 0:
@@ -58,7 +66,13 @@ def window_logprobs(
     window.to(next(model.parameters()).device)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     differentiable = torch.is_grad_enabled() and bool(parameters)
-    run = WindowRun(model, window, HeadOptions(temperature=temperature), mode="train" if differentiable else "score")
+    run = WindowRun(
+        model,
+        window,
+        HeadOptions(temperature=temperature),
+        deterministic=deterministic,
+        mode="train" if differentiable else "score",
+    )
     log_probs, entropy = _ScheduledLogProbs.apply(run, return_entropy, *parameters)
     rows = [torch.from_numpy(window.label_rows(i)).to(log_probs.device) for i in range(window.tree.num_trajectories)]
     if entropy is None:
@@ -75,7 +89,6 @@ class _ScheduledLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.run = run
         ctx.parameters = parameters
-        ctx.versions = [parameter._version for parameter in parameters]
         ctx.set_materialize_grads(False)
         scores = run.score(return_entropy=return_entropy)
         return scores.log_probs, scores.entropy
@@ -86,8 +99,6 @@ class _ScheduledLogProbs(torch.autograd.Function):
         if ctx.run is None:
             raise RuntimeError("backward through tree_logprobs a second time: its schedule runs once")
         run, ctx.run = ctx.run, None
-        if [parameter._version for parameter in ctx.parameters] != ctx.versions:
-            raise RuntimeError("the model's parameters were changed in place between tree_logprobs and its backward")
         if log_prob_gradients is None:
             assert entropy_gradients is not None
             log_prob_gradients = torch.zeros_like(entropy_gradients)

@@ -12,6 +12,7 @@ from harts_hf.batch import LabelTable, TreeBatch
 from harts_hf.modeling import ScoreRequest, TreeOutput
 from harts_hf.modeling.handoff import Handoff
 from harts_hf.planner.execution import DUMMY, Op
+from harts_hf.runtime.guard import ModelGuard
 from harts_hf.runtime.lives import count_readers, handoff_lives
 from harts_hf.runtime.window import TreeWindow
 
@@ -68,6 +69,7 @@ class WindowRun:
         context: entered around each forward (autocast).
         offload: whether handed states lie on the CPU between uses.
         expand_latents: whether an MLA hands over expanded keys and values instead of latents.
+        deterministic: whether attention on a GPU has to be bitwise reproducible (a slower backend).
         count: microbatches that every rank runs; dummies of one token and no weight fill up. None for the own ones.
         sync_context: entered around each forward and its backward where they stand together, with whether they are
             the last.
@@ -84,6 +86,7 @@ class WindowRun:
         context: Context = nullcontext,
         offload: bool = False,
         expand_latents: bool = False,
+        deterministic: bool = False,
         scoring_model: nn.Module | None = None,
         count: int | None = None,
         sync_context: Callable[[bool], AbstractContextManager[object]] = lambda is_last: nullcontext(),
@@ -95,6 +98,7 @@ class WindowRun:
         self.handoff = Handoff(count_readers(window.batches), offload=offload, expand_latents=expand_latents)
         for batch in window.batches:
             batch.handoff = self.handoff if batch.imports or batch.exports else None
+            batch.deterministic = deterministic
         self.recompute_difference = 0.0
         self._sync_context = sync_context
         self._ops, self._num_scoring = _ops_of(window, mode, count)
@@ -102,12 +106,20 @@ class WindowRun:
         self._outputs: dict[int, tuple[TreeOutput, LabelTable]] = {}
         self._scores: Scores | None = None
         self._return_entropy = False
+        self._mode = mode
+        self._begun: set[str] = set()
+        self._guard: ModelGuard | None = None
 
     def score(self, *, return_entropy: bool = False) -> Scores:
         """Every log-prob (and entropy) of the window.
 
         In the "keep" execution this runs every forward with its graph; in the others the ``S`` pass, without.
+
+        Raises:
+            RuntimeError: a second call, or a run whose mode is "unscored".
+            ModelChangedError: the model was changed since the first forward.
         """
+        self._begin("score", ("train", "score"))
         self._return_entropy = return_entropy
         scores: Scores | None = None
         for place in range(self._num_scoring):
@@ -132,7 +144,12 @@ class WindowRun:
         Args:
             coefficients: on the model's device.
             backward: called with each microbatch's scalar.
+
+        Raises:
+            RuntimeError: no :meth:`score` before, a second call, or a run whose mode is not "train".
+            ModelChangedError: the model was changed since the first forward; see :mod:`harts_hf.runtime.guard`.
         """
+        self._begin("backward", ("train",))
         if coefficients.entropy is not None and not bool((coefficients.entropy != 0).any()):
             coefficients = Coefficients(log_probs=coefficients.log_probs)
         self._return_entropy = coefficients.entropy is not None
@@ -151,7 +168,12 @@ class WindowRun:
 
         Returns:
             Scores of the wanted rows, 0 elsewhere.
+
+        Raises:
+            RuntimeError: a second call, or a run whose mode is not "unscored".
+            ModelChangedError: the model was changed since the first forward; see :mod:`harts_hf.runtime.guard`.
         """
+        self._begin("backward", ("unscored",))
         self._return_entropy = True
         self._train(coefficients, backward, lambda rows: wanted[rows])
         assert self._scores is not None
@@ -164,6 +186,8 @@ class WindowRun:
         wanted: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         scored = self._scores is not None
+        if self._guard is not None:
+            self._guard.check_all()
         together = ExitStack()
         for place in range(self._num_scoring, len(self._ops)):
             kind, index = self._ops[place]
@@ -180,6 +204,8 @@ class WindowRun:
             else:
                 out, labels = self._outputs.pop(index)
                 self._compare(out, labels)
+                self._check_model()
+                self._bind(index)  # activation checkpointing reads what is handed over again
                 backward(_inner_product(out, labels, coefficients))
                 del out  # what is left of its graph
                 together.close()
@@ -188,6 +214,8 @@ class WindowRun:
 
     def _forward(self, place: int, labels: LabelTable) -> TreeOutput:
         kind, index = self._ops[place]
+        self._check_model()
+        self._bind(index)
         request = ScoreRequest(
             labels,
             temperature=self.options.temperature,
@@ -203,6 +231,29 @@ class WindowRun:
             self.handoff.keeping = False
         self._drop(place)
         return out
+
+    def _begin(self, step: str, modes: tuple[str, ...]) -> None:
+        if self._mode not in modes:
+            raise RuntimeError(f"expected a WindowRun of mode {' or '.join(modes)} for this, got {self._mode!r}")
+        if step in self._begun:
+            raise RuntimeError(f"{step} a second time: the schedule of a WindowRun runs once")
+        if step == "backward" and self._mode == "train" and self._scores is None:
+            raise RuntimeError("expected score() before backward()")
+        self._begun.add(step)
+
+    def _check_model(self) -> None:
+        """Remembers the model at the first forward, compares afterwards."""
+        if self._mode == "score":
+            return
+        if self._guard is None:
+            self._guard = ModelGuard(self.model)
+        else:
+            self._guard.check()
+
+    def _bind(self, index: int) -> None:
+        """Lets a microbatch hand over through this run: another run of the window may have come between."""
+        batch = self._batch(index)
+        batch.handoff = self.handoff if batch.imports or batch.exports else None
 
     def _batch(self, index: int) -> TreeBatch:
         return self.window.dummy if index == DUMMY else self.window.batches[index]

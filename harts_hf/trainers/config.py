@@ -36,6 +36,9 @@ class TreeOptions:
         tree_handoff_latents (`str`, *optional*, defaults to `"compressed"`):
             What multi-head latent attention hands over: `"compressed"` latents, which each dependent expands again,
             or `"expanded"` keys and values, which take more memory and less work.
+        tree_deterministic (`bool`, *optional*, defaults to `False`):
+            Whether attention on GPUs has to give the same bits in every run. FlashAttention-4's backward does not on
+            Hopper; FlexAttention, which is slower, does.
     """
 
     tree_max_tokens_per_microbatch: int = field(
@@ -72,6 +75,13 @@ class TreeOptions:
             "help": "What multi-head latent attention hands over: 'compressed' latents, which each dependent expands "
             "again, or 'expanded' keys and values (more memory, less work).",
             "choices": list(LATENTS),
+        },
+    )
+    tree_deterministic: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether attention on GPUs has to give the same bits in every run (FlexAttention instead of the "
+            "faster FlashAttention-4)."
         },
     )
 

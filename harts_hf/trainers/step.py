@@ -138,6 +138,7 @@ class TreeStep(_BaseTrainer):
             context=self.compute_loss_context_manager,
             offload=self.args.tree_offload_handoff,
             expand_latents=self.args.tree_handoff_latents == "expanded",
+            deterministic=self.args.tree_deterministic,
             scoring_model=scoring_model(self.accelerator, model),
             count=agreed_count(self.accelerator, len(window.batches)),
             sync_context=sync_context(self.accelerator, model),

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from harts_hf.batch import AttentionIntervals
+from harts_hf.kernels.attention import api
 from harts_hf.kernels.attention import torch as torch_backend
 from harts_hf.kernels.attention import tree_attention
 from harts_hf.tree import RolloutTree
@@ -167,3 +168,24 @@ def test_bad_input_is_named():
         tree_attention(query.float(), key, value, intervals, scale=1.0)
     with pytest.raises(ValueError, match=r"one of .*'reference', 'torch'.*got 'sdpa'"):
         tree_attention(query, key, value, intervals, scale=1.0, backend="sdpa")
+
+
+def test_deterministic_attention_on_a_gpu_is_flex(monkeypatch):
+    """Where FA4 could run, asking for reproducible gradients selects FlexAttention; both at once are refused."""
+    monkeypatch.setattr("harts_hf.kernels.attention.flash.unsupported_because", lambda *_: None)
+    query = torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16)
+    assert api._gpu_backend(query, query, None, False) == "flash"
+    assert api._gpu_backend(query, query, None, True) == "flex"
+    assert api._gpu_backend(query, query, "flex", True) == "flex"
+    with pytest.raises(ValueError, match="attention has to be deterministic, got flash"):
+        api._gpu_backend(query, query, "flash", True)
+    monkeypatch.setattr("harts_hf.kernels.attention.flash.unsupported_because", lambda *_: "too old")
+    assert api._gpu_backend(query, query, None, False) == "flex"
+
+
+def test_deterministic_attention_on_the_cpu_is_attention():
+    """CPU backends are deterministic already."""
+    tree = ragged_tree()
+    values = tensors(tree.num_tokens, heads=2, key_heads=1, dim_k=8, dim_v=8)
+    one, other = (tree_attention(*values, intervals_of(tree), scale=1.0, deterministic=flag) for flag in (False, True))
+    assert torch.equal(one, other)

@@ -6,7 +6,8 @@ from support.models import VOCAB, tiny_model
 from support.parity import check_run_parity
 from support.trees import branching, random_trajectories
 
-from harts_hf import PlannerConfig, patch
+from harts_hf import PlannerConfig, patch, tree_logprobs
+from harts_hf.kernels.attention import tree_attention
 from harts_hf.runtime import TreeWindow, WindowRun
 
 RUNS = [("replay", True), ("nested", True), ("keep", False)]
@@ -65,3 +66,19 @@ def test_offloaded_states(family, execution, checkpointing):
     """States and their gradients that lie on the CPU between uses; the recomputing forward reads them too."""
     model = tiny_model(family, dtype=torch.float64)
     check_run_parity(checkpointed(model) if checkpointing else model, rows(), planner(execution), offload=True)
+
+
+def test_deterministic_reaches_attention(monkeypatch):
+    """``tree_logprobs(deterministic=True)`` asks every attention of forward and backward for it, and only then."""
+    asked = []
+
+    def spy(*args, deterministic, **options):
+        asked.append(deterministic)
+        return tree_attention(*args, deterministic=deterministic, **options)
+
+    monkeypatch.setattr("harts_hf.modeling.mixers.tree_attention", spy)
+    model = tiny_model("qwen3_5_text")
+    for deterministic in (True, False):
+        asked.clear()
+        torch.cat(tree_logprobs(model, rows(), planner(), deterministic=deterministic)).sum().backward()
+        assert len(asked) > 2 and set(asked) == {deterministic}

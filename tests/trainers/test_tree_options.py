@@ -305,20 +305,22 @@ def test_unknown_latents(tmp_path):
 
 
 def test_handoff_options_reach_the_run(tmp_path, monkeypatch):
-    """Latents and offloading as the configuration says."""
+    """Latents, offloading and deterministic attention as the configuration says."""
     seen = []
 
     class Spy(step.WindowRun):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            seen.append((self.handoff.expand_latents, self.handoff.offload))
+            deterministic = {batch.deterministic for batch in self.window.batches}
+            seen.append((self.handoff.expand_latents, self.handoff.offload, *deterministic))
 
     monkeypatch.setattr(step, "WindowRun", Spy)
     tree_run(tmp_path / "default", max_steps=1)
-    assert set(seen) == {(False, False)}
+    assert set(seen) == {(False, False, False)}
     seen.clear()
-    tree_run(tmp_path / "other", max_steps=1, tree_handoff_latents="expanded", tree_offload_handoff=True)
-    assert set(seen) == {(True, True)}
+    options = {"tree_handoff_latents": "expanded", "tree_offload_handoff": True, "tree_deterministic": True}
+    tree_run(tmp_path / "other", max_steps=1, **options)
+    assert set(seen) == {(True, True, True)}
 
 
 def test_turn_credit_on_several_ranks():

@@ -21,6 +21,7 @@ def tree_attention(
     intervals: AttentionIntervals,
     *,
     scale: float,
+    deterministic: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Softmax attention in which row ``q`` sees key ``k`` if and only if ``lo[k] <= q < hi[k]``.
@@ -32,14 +33,16 @@ def tree_attention(
         value: ``[1, Hk, E + N, Dv]``.
         intervals: ``[E + N]`` each; every row must see at least one key (its own).
         scale: factor of the scores before the softmax.
+        deterministic: whether two runs must agree bit for bit, gradients included: GPUs then run "flex", which is
+            slower (CPU backends always are deterministic).
         backend: "torch", "flash", "flex" or "reference"; None chooses by device: on GPUs "flash" where it can run,
-            else "flex" (logged once). On Hopper GPUs "flex" alone is bitwise reproducible.
+            else "flex" (logged once).
 
     Returns:
         ``[1, N, Hq, Dv]`` contiguous, dtype of ``query``: the layout of Transformers' attention interface.
 
     Raises:
-        ValueError: shapes, dtypes, devices or backend other than stated.
+        ValueError: shapes, dtypes, devices or backend other than stated, or ``deterministic`` with "flash".
     """
     check_floating(query=query, key=key, value=value)
     check_shape("query", query, (1, "Hq", "N", "Dk"))
@@ -54,30 +57,30 @@ def tree_attention(
         backend = "torch"  # no GPU backend takes it
     chosen = choose_backend("tree_attention", backend, query.device, by_device=_BY_DEVICE, others=("flex",))
     if chosen in ("flash", "flex"):
-        return _on_gpu(query, key, value, intervals, scale, chosen, forced=backend is not None)
+        from harts_hf.kernels.attention import flash, flex
+
+        chosen = _gpu_backend(query, value, backend, deterministic)
+        run_gpu = flash.tree_attention if chosen == "flash" else flex.tree_attention
+        return run_gpu(query, key, value, intervals, scale=scale)
     run = reference.tree_attention if chosen == "reference" else torch_backend.tree_attention
     return run(query, key, value, intervals, scale=scale)
 
 
-def _on_gpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    intervals: AttentionIntervals,
-    scale: float,
-    chosen: str,
-    *,
-    forced: bool,
-) -> torch.Tensor:
-    from harts_hf.kernels.attention import flash, flex
+def _gpu_backend(query: torch.Tensor, value: torch.Tensor, backend: str | None, deterministic: bool) -> str:
+    """Which GPU backend runs; logged once for each pair of head dims."""
+    from harts_hf.kernels.attention import flash
 
-    reason = "asked for by name"
-    if not forced:
+    if deterministic and backend == "flash":
+        raise ValueError("expected the flex backend where attention has to be deterministic, got flash")
+    if backend is not None:
+        chosen, reason = backend, "asked for by name"
+    elif deterministic:
+        chosen, reason = "flex", "its backward is deterministic"
+    else:
         unsupported = flash.unsupported_because(query, value)
         chosen, reason = ("flex", unsupported) if unsupported else ("flash", "the default on this GPU")
     _log_choice(chosen, query.shape[3], value.shape[3], reason)
-    run = flash.tree_attention if chosen == "flash" else flex.tree_attention
-    return run(query, key, value, intervals, scale=scale)
+    return chosen
 
 
 @functools.cache

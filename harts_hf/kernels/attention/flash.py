@@ -2,7 +2,7 @@
 
 Forward and backward have lists of their own, since their tiles differ. On Hopper the backward is not bitwise
 reproducible (FA4 has no deterministic block-sparse backward there): two runs differ in dQ, and with grouped heads in
-dK and dV too. Use the "flex" backend where that matters.
+dK and dV too. ``deterministic=True`` selects the "flex" backend.
 """
 
 import functools
