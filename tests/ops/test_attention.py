@@ -9,9 +9,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from harts_hf.batch import AttentionIntervals
-from harts_hf.kernels.attention import api
+from harts_hf.kernels.attention import api, tree_attention
 from harts_hf.kernels.attention import torch as torch_backend
-from harts_hf.kernels.attention import tree_attention
 from harts_hf.tree import RolloutTree
 
 NAMES = ("query", "key", "value")
