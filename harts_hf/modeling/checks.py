@@ -44,7 +44,7 @@ def check_model(model: nn.Module, family: Family) -> None:
     _check_layers(config)
     _check_rope(config)
     _check_head(model, config)
-    _check_dropout(model, config)
+    check_dropout(model)
     if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         raise UnsupportedModelError("expected float32 or bfloat16 parameters, got float16: states would overflow")
     if getattr(model, "is_quantized", False):
@@ -113,8 +113,12 @@ def _check_head(model: Any, config: Any) -> None:
             raise UnsupportedModelError(f"expected plain logits, got {name}={getattr(config, name)}")
 
 
-def _check_dropout(model: nn.Module, config: Any) -> None:
-    """Scoring and training run a token twice and must agree; a shared token would also share its mask."""
+def check_dropout(model: nn.Module) -> None:
+    """Raises UnsupportedModelError for dropout anywhere.
+
+    Scoring and training run a token twice and must agree; a shared token would also share its mask.
+    """
+    config: Any = model.config
     rates = {f"config.{name}": getattr(config, name) for name in ("attention_dropout", "hidden_dropout", "dropout")
              if hasattr(config, name)}  # fmt: skip
     rates |= {name: module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout)}

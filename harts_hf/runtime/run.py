@@ -298,7 +298,9 @@ def _ops_of(window: TreeWindow, mode: str, count: int | None) -> tuple[list[Op],
     if own == 1:  # one graph is alive in any case, so scoring apart would only cost a forward
         return [("F", 0), ("B", 0)], int(mode == "train")
     if mode == "unscored":
-        return planned if schedule.execution == "nested" else planned[own:], 0
+        if schedule.execution != "nested":
+            raise ValueError(f"expected the nested execution without a scoring pass, got {schedule.execution}")
+        return planned, 0
     return scoring + planned if schedule.execution == "nested" else planned, own
 
 
