@@ -155,10 +155,10 @@ def cut_evenly(
     return best
 
 
-def cut_whole_paths(walk: Traversal, max_rows: int) -> list[Piece]:
+def cut_whole_paths(walk: Traversal, table: CutTable, limits: PieceLimits, *, chunk_size: int) -> list[Piece]:
     """Pieces of whole paths, every prefix computed again: the fewest network rows over runs of leaves.
 
-    A leaf whose path alone exceeds ``max_rows`` makes a piece of its own. Complexity: O(S).
+    A leaf whose path alone exceeds a limit makes a piece of its own. Complexity: O(S log K).
     """
     leaves = np.flatnonzero(walk.is_leaf)
     if len(leaves) == 0:
@@ -166,22 +166,45 @@ def cut_whole_paths(walk: Traversal, max_rows: int) -> list[Piece]:
     stops = walk.place[leaves + 1]
     starts = np.append(0, stops[:-1])
     above = walk.depth[np.append(0, leaves[:-1] + 1)]
-    runs = _best_runs(starts.tolist(), stops.tolist(), above.tolist(), max_rows)
+    linear = np.append(0, table.linear[np.searchsorted(table.place, stops)])  # a walk is cut below every leaf
+    runs = _best_runs(
+        (starts - above).tolist(),
+        stops.tolist(),
+        (linear[:-1] - above // chunk_size * chunk_size).tolist(),
+        linear[1:].tolist(),
+        above.tolist(),
+        limits,
+    )
     return [Piece(start=int(starts[i]), stop=int(stops[j]), again=int(above[i])) for i, j in runs]
 
 
-def _best_runs(starts: list[int], stops: list[int], again: list[int], max_rows: int) -> list[tuple[int, int]]:
-    """Splits leaves into runs ``(first, last)`` of at most ``max_rows``, the sum of ``again[first]`` the smallest."""
+def _best_runs(
+    starts: list[int],
+    stops: list[int],
+    linear_starts: list[int],
+    linear_stops: list[int],
+    again: list[int],
+    limits: PieceLimits,
+) -> list[tuple[int, int]]:
+    """Splits leaves into runs ``(first, last)`` within limits, the sum of ``again[first]`` the smallest.
+
+    A run has ``stops[last] - starts[first]`` network rows, and linear rows likewise.
+    """
+    max_linear = 2**62 if limits.linear_rows is None else limits.linear_rows
+
+    def too_long(first: int, last: int) -> bool:
+        return stops[last] - starts[first] > limits.rows or linear_stops[last] - linear_starts[first] > max_linear
+
     best: list[int] = []  # best[j]: the smallest sum over the leaves 0..j
     cut: list[int] = []
     candidates: deque[tuple[int, int]] = deque()  # (first leaf, its sum), ascending in both
-    for last, stop in enumerate(stops):
+    for last in range(len(stops)):
         total = (best[last - 1] if last else 0) + again[last]
         while candidates and candidates[-1][1] > total:
             candidates.pop()
         candidates.append((last, total))
         # A run shortens as its first leaf moves on, so runs that are too long stand at the front.
-        while len(candidates) > 1 and stop - starts[candidates[0][0]] + again[candidates[0][0]] > max_rows:
+        while len(candidates) > 1 and too_long(candidates[0][0], last):
             candidates.popleft()
         first, total = candidates[0]
         best.append(total)

@@ -1,27 +1,45 @@
 """Orders of a rank's ops that stay within the limits of memory (NumPy only)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from harts_hf.planner.accounting import Export
+from harts_hf.planner.config import PlannerConfig
 from harts_hf.planner.execution import Op, graph_tokens, keep_ops, nested_ops, replay_ops
 from harts_hf.planner.memory import handed_bytes, value_lives
 from harts_hf.planner.microbatch import Microbatch
 
 
 class LimitError(ValueError):
-    """No schedule was found that keeps within a limit.
+    """No schedule was found that keeps within limits.
 
     Attributes:
-        setting: name of the limit in :class:`PlannerConfig`.
-        smallest: the smallest value that could be met.
+        needed: names of the limits in :class:`PlannerConfig` that are too small, and values that would do.
     """
 
-    def __init__(self, setting: str, smallest: int, *, given: int | None = None) -> None:
+    def __init__(self, needed: Mapping[str, int], config: PlannerConfig) -> None:
+        given = " and ".join(f"{name}={getattr(config, name)}" for name in needed)
         super().__init__(
-            f"no schedule keeps within {setting}={given}; the smallest that works with these settings is "
-            f"{setting}={smallest}"
+            f"no schedule keeps within {given}; the smallest that works with these settings is {_listed(needed)}"
         )
-        self.setting, self.smallest = setting, smallest
+        self.needed = dict(needed)
+
+    @property
+    def wish(self) -> str:
+        """What would have to be, for a sentence."""
+        return _listed(self.needed)
+
+
+def _listed(needed: Mapping[str, int]) -> str:
+    return " and ".join(f"{name}={value}" for name, value in needed.items())
+
+
+def join_needs(needs: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Limits that meet all of several needs."""
+    joined: dict[str, int] = {}
+    for needed in needs:
+        for name, value in needed.items():
+            joined[name] = max(value, joined.get(name, 0))
+    return joined
 
 
 def order_ops(
@@ -30,8 +48,7 @@ def order_ops(
     exports: dict[int, Export],
     *,
     execution: str,
-    max_graph_tokens: int | None,
-    max_handoff_bytes: int | None,
+    config: PlannerConfig,
 ) -> list[Op]:
     """Ops of one rank within the limits, with as few extra forwards as the greedy choices below find.
 
@@ -40,27 +57,26 @@ def order_ops(
         all_microbatches: by id.
         exports: what each trunk hands over.
         execution: "replay", "nested" or "keep".
-        max_graph_tokens: see :class:`PlannerConfig`.
-        max_handoff_bytes: see :class:`PlannerConfig`.
+        config: has the limits.
 
     Raises:
-        LimitError: a limit that no order of these microbatches meets.
+        LimitError: limits that no order of these microbatches was found to meet.
     """
     if not own:
         return []
     if execution == "nested":
-        ops = _nested_within(own, all_microbatches, max_graph_tokens)
+        ops = _nested_within(own, all_microbatches, config.max_graph_tokens)
     elif execution == "keep":
         ops = keep_ops(own)
     else:
-        ops = _replay_within(own, all_microbatches, exports, max_handoff_bytes)
-    graphs = max(graph_tokens(ops, all_microbatches))
-    if max_graph_tokens is not None and graphs > max_graph_tokens:
-        raise LimitError("max_graph_tokens", graphs)
-    if max_handoff_bytes is not None:
-        peak = int(handed_bytes(ops, all_microbatches, exports).max())
-        if peak > max_handoff_bytes:
-            raise LimitError("max_handoff_bytes", peak)
+        ops = _replay_within(own, all_microbatches, exports, config.max_handoff_bytes)
+    peaks = {"max_graph_tokens": max(graph_tokens(ops, all_microbatches))}
+    if config.max_handoff_bytes is not None:
+        peaks["max_handoff_bytes"] = int(handed_bytes(ops, all_microbatches, exports).max())
+    limits = {name: getattr(config, name) for name in peaks}
+    needed = {name: peak for name, peak in peaks.items() if limits[name] is not None and peak > limits[name]}
+    if needed:
+        raise LimitError(needed, config)
     return ops
 
 

@@ -147,6 +147,7 @@ def _neighbours(owner: IntArray, world_size: int) -> Iterator[IntArray]:
 
 
 def _no_schedule(config: PlannerConfig, failures: Sequence[LimitError]) -> LimitError:
-    setting = failures[0].setting
-    smallest = min(failure.smallest for failure in failures if failure.setting == setting)
-    return LimitError(setting, smallest, given=getattr(config, setting))
+    """Of the failures that ask for the fewest limits to be raised, the one that asks for least."""
+    names = min((sorted(failure.needed) for failure in failures), key=lambda needed: (len(needed), needed))
+    least = min([failure.needed[name] for name in names] for failure in failures if sorted(failure.needed) == names)
+    return LimitError(dict(zip(names, least, strict=True)), config)

@@ -136,9 +136,13 @@ class Schedule:
 
     @property
     def oversized(self) -> tuple[int, ...]:
-        """Ids of microbatches over ``config.max_tokens_per_microbatch``: single trajectories longer than it."""
-        limit = self.config.max_tokens_per_microbatch
-        return tuple(microbatch.id for microbatch in self.microbatches if microbatch.num_rows > limit)
+        """Ids of microbatches over the budgets of network or linear rows: single trajectories longer than those."""
+        rows, linear = self.config.max_tokens_per_microbatch, self.config.max_linear_rows or 2**62
+        return tuple(
+            microbatch.id
+            for microbatch, measured in zip(self.microbatches, self.measures, strict=True)
+            if microbatch.num_rows > rows or measured.work.linear_rows > linear
+        )
 
     # ---- time and memory ----------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from harts_hf.planner.cuts import Piece, PieceLimits, cut_evenly, cut_greedily, 
 from harts_hf.planner.execution import Op, graph_tokens, interleave
 from harts_hf.planner.memory import handed_bytes
 from harts_hf.planner.microbatch import Microbatch
-from harts_hf.planner.orders import LimitError, order_ops
+from harts_hf.planner.orders import LimitError, join_needs, order_ops
 from harts_hf.planner.schedule import Schedule
 from harts_hf.planner.traversal import CutTable, Traversal
 from harts_hf.tree import RolloutTree
@@ -64,7 +64,11 @@ def cuts_to_try(task: Task, walks: Sequence[Traversal], bound: float = np.inf) -
     config, step = task.config, task.step
     tables = [CutTable.build(walk, chunk_size=config.chunk_size, step=step) for walk in walks]
     if not config.handoff:
-        cuts = [cut_whole_paths(walk, task.max_rows) for walk in walks]
+        limits = PieceLimits(rows=task.max_rows, linear_rows=config.max_linear_rows)
+        cuts = [
+            cut_whole_paths(walk, table, limits, chunk_size=config.chunk_size)
+            for walk, table in zip(walks, tables, strict=True)
+        ]
         seconds = _rough_seconds(task, tables, cuts)
         if seconds < bound:
             yield seconds, cuts
@@ -154,14 +158,13 @@ def build_schedule(task: Task, walks: Sequence[Traversal], cuts: Cuts) -> Schedu
                 microbatches,
                 exports.of,
                 execution=task.execution,
-                max_graph_tokens=config.max_graph_tokens,
-                max_handoff_bytes=config.max_handoff_bytes,
+                config=config,
             )
             rank_ops.append(tuple(ops))
         except LimitError as error:
             failures.append(error)
     if failures:  # what works has to work on every rank
-        raise max(failures, key=lambda error: (error.setting, error.smallest))
+        raise LimitError(join_needs(failure.needed for failure in failures), config)
     if task.execution == "nested" and len(walks) > 1:
         rank_ops = _interleaved(config, rank_ops, microbatches, exports)
     schedule = Schedule(

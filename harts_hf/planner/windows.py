@@ -1,11 +1,12 @@
 """The planner's entry: trees and limits in, a schedule out (NumPy only)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from harts_hf.planner.config import PlannerConfig
 from harts_hf.planner.cost import CostModel
 from harts_hf.planner.forest import concatenate_trees, expand_tree
-from harts_hf.planner.orders import LimitError
+from harts_hf.planner.orders import LimitError, join_needs
 from harts_hf.planner.refine import best_schedule
 from harts_hf.planner.schedule import Schedule
 from harts_hf.tree import RolloutTree
@@ -29,6 +30,24 @@ def plan_window(trees: RolloutTree | Sequence[RolloutTree], config: PlannerConfi
     """
     config = config or PlannerConfig()
     tree = trees if isinstance(trees, RolloutTree) else concatenate_trees(list(trees))
+    try:
+        return _plan(tree, config)
+    except LimitError as error:
+        raise _sufficient(tree, config, error) from None
+
+
+def _sufficient(tree: RolloutTree, config: PlannerConfig, error: LimitError) -> LimitError:
+    """The error with limits under which there is a schedule: raising one may take another order, that needs more."""
+    while True:
+        try:
+            _plan(tree, replace(config, **error.needed))  # type: ignore[arg-type]
+        except LimitError as other:
+            error = LimitError(join_needs([error.needed, other.needed]), config)
+        else:
+            return error
+
+
+def _plan(tree: RolloutTree, config: PlannerConfig) -> Schedule:
     if config.sharing == "never":
         return _decided(best_schedule(expand_tree(tree), config), "shares nothing, as asked for")
     if config.sharing == "always" or tree.num_expanded_tokens == tree.num_tokens:
@@ -45,8 +64,9 @@ def _shared_or_not(tree: RolloutTree, config: PlannerConfig) -> Schedule:
         try:
             alone = best_schedule(expand_tree(tree), config)
         except LimitError as other:
-            raise min(error, other, key=lambda e: e.smallest) from None
-        return _decided(alone, f"does not share: with sharing {error.setting} would have to be {error.smallest}")
+            comparable = error.needed.keys() == other.needed.keys()
+            raise (min(error, other, key=lambda e: tuple(e.needed.values())) if comparable else error) from None
+        return _decided(alone, f"does not share: with sharing {error.wish} would be needed")
     bound = no_sharing_bound(tree, config, shared.execution)
     if shared.estimated_seconds <= bound:
         return _decided(
@@ -55,7 +75,7 @@ def _shared_or_not(tree: RolloutTree, config: PlannerConfig) -> Schedule:
     try:
         alone = best_schedule(expand_tree(tree), config)
     except LimitError as error:
-        return _decided(shared, f"shares: without sharing {error.setting} would have to be {error.smallest}")
+        return _decided(shared, f"shares: without sharing {error.wish} would be needed")
     times = f"estimated {shared.estimated_seconds:.3g} s with sharing, {alone.estimated_seconds:.3g} s without"
     if shared.estimated_seconds <= alone.estimated_seconds:
         return _decided(shared, f"shares: {times}")

@@ -106,12 +106,18 @@ def test_even_pieces_are_no_slower_than_greedy_ones(all_shapes, extra):
     assert slowest(even) <= slowest(greedy) * 1.002 + 1e-12  # the search stops within 1e-3 of the least
 
 
+def whole_paths(walk, **limits):
+    """Pieces of whole paths at chunks of 4."""
+    table = CutTable.build(walk, chunk_size=4, step=STEP)
+    return cut_whole_paths(walk, table, PieceLimits(**limits), chunk_size=4)
+
+
 @settings(max_examples=300)
-@given(shapes(max_nodes=11, max_length=5), st.integers(4, 16))
-def test_whole_paths_against_every_split(shape, max_rows):
-    """Without handoff the rows are the fewest of all splits of the leaves into runs within the budget."""
+@given(shapes(max_nodes=11, max_length=5), st.integers(4, 16), st.none() | st.integers(4, 16))
+def test_whole_paths_against_every_split(shape, max_rows, max_linear):
+    """Without handoff the rows are the fewest of all splits of the leaves into runs within both budgets."""
     tree, walk = walk_of(shape)
-    pieces = cut_whole_paths(walk, max_rows)
+    pieces = whole_paths(walk, rows=max_rows, linear_rows=max_linear)
     leaves = [row for row in range(tree.num_tokens) if tree.subtree_end[row] == row + 1]
     order = [int(walk.row[s] + walk.length[s] - 1) for s in np.flatnonzero(walk.is_leaf)]
     assert sorted(order) == leaves
@@ -119,20 +125,26 @@ def test_whole_paths_against_every_split(shape, max_rows):
     def rows_of(run):
         return len(set().union(*(tree.path_to(leaf).tolist() for leaf in run)))
 
+    def linear_rows_of(run):
+        chunks = (tree.path_to(leaf)[start : start + 4] for leaf in run for start in range(0, tree.depth[leaf] + 1, 4))
+        return sum(map(len, {tuple(chunk.tolist()) for chunk in chunks}))
+
+    def fits(run):
+        return rows_of(run) <= max_rows and (max_linear is None or linear_rows_of(run) <= max_linear)
+
     best = np.inf
     for size in range(len(order)):
         for cuts in combinations(range(1, len(order)), size):
             runs = [order[a:b] for a, b in zip((0, *cuts), (*cuts, len(order)), strict=True)]
-            sizes = [rows_of(run) for run in runs]
-            if all(rows <= max_rows or len(run) == 1 for rows, run in zip(sizes, runs, strict=True)):
-                best = min(best, sum(sizes))
+            if all(len(run) == 1 or fits(run) for run in runs):
+                best = min(best, sum(map(rows_of, runs)))
     assert sum(piece.num_rows for piece in pieces) == best
 
 
 def test_whole_paths_look_back_further_than_the_last_cut():
     """A forest where the shortest prefix for the last piece would force a longer one before it: 7 rows, not 12."""
     _, walk = walk_of(([-1, 0, 0, 0, 1, 1, 3], [6, 1, 4, 4, 2, 4, 1], [2, 4, 5, 6]))
-    assert sum(piece.again for piece in cut_whole_paths(walk, 16)) == 7
+    assert sum(piece.again for piece in whole_paths(walk, rows=16)) == 7
 
 
 def test_cut_that_cannot_be_aligned_gives_nothing_away():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -61,26 +62,40 @@ def test_every_plan_is_valid(tree, config):
 @settings(max_examples=50)
 @given(trees(), configs(), st.data())
 def test_limits_hold_or_the_smallest_that_works_is_named(tree, config, data):
-    """Under limits of memory a plan keeps them; if none is found, the limit named in the error works."""
-    setting = data.draw(st.sampled_from(["max_graph_tokens", "max_handoff_bytes"]))
-    low = CHUNK if setting == "max_graph_tokens" else 0
-    limit = data.draw(st.integers(low, 60))
-    values = {**vars(config), setting: limit, "cost": CostModel(handoff_bytes_per_row=1, handoff_bytes_per_state=10)}
+    """Under limits of memory a plan keeps them; if none is found, the limits named in the error work."""
+    limits = {
+        "max_graph_tokens": data.draw(st.integers(CHUNK, 60)),
+        "max_handoff_bytes": data.draw(st.integers(0, 60)),
+    }
+    for name in data.draw(st.sampled_from([[], *([name] for name in limits)])):
+        del limits[name]
+    values = {**vars(config), **limits, "cost": CostModel(handoff_bytes_per_row=1, handoff_bytes_per_state=10)}
     try:
         schedule = plan_window(tree, PlannerConfig(**values))
     except ValueError as error:
-        assert f"no schedule keeps within {setting}={limit}" in str(error)
-        smallest = int(str(error).rsplit("=", 1)[1])
-        assert smallest > limit
-        schedule = plan_window(tree, PlannerConfig(**{**values, setting: smallest}))
+        before, after = str(error).split(";")
+        assert before.startswith("no schedule keeps within ")
+        needed = {name: int(value) for name, value in re.findall(r"(max_\w+)=(\d+)", after)}
+        assert needed and all(value > limits[name] for name, value in needed.items())
+        schedule = plan_window(tree, PlannerConfig(**{**values, **needed}))
     schedule.validate()
+
+
+def test_limits_that_are_both_too_small_are_both_named():
+    """Raising the first alone would only lead to the next error."""
+    tree = RolloutTree.from_shape([-1, 0, 0, 1, 1], [40, 20, 9, 30, 30], [2, 3, 4])
+    config = {"max_tokens_per_microbatch": 16, "chunk_size": CHUNK, "sharing": "always", "execution": "keep"}
+    with pytest.raises(
+        ValueError, match=r"max_graph_tokens=8 and max_handoff_bytes=0; .*=129 and max_handoff_bytes=\d+"
+    ):
+        plan_window(tree, PlannerConfig(**config, max_graph_tokens=8, max_handoff_bytes=0))
 
 
 @settings(max_examples=40)
 @given(trees(), configs())
 def test_without_handoff_paths_are_whole(tree, config):
-    """handoff=False: no microbatch reads another; only a single path may exceed the budget."""
-    values = {**vars(config), "handoff": False, "max_linear_rows": None}
+    """handoff=False: no microbatch reads another; only a single path may exceed a budget."""
+    values = {**vars(config), "handoff": False}
     schedule = plan_window(tree, PlannerConfig(**values))
     schedule.validate()
     for microbatch in schedule.microbatches:
