@@ -2,6 +2,7 @@
 
     python attention.py parity 128 OUT.json                     128, 192/128, 256 or flex
     python attention.py time SHAPES_FOLDER OUT.json PART.json ...   with what the parity checks wrote
+    python attention.py masks SHAPES_FOLDER OUT.json [VARIANT ...]  ways to write the mask (masks.py), side by side
 
 Efficiency is the speedup over the ratio of visible pairs where branches are tile-aligned, and over the ratio of tiles
 at the kernel's own block sizes for real shapes; both ratios are reported. No time is reported where parity fails.
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -194,6 +196,58 @@ def time_lists(intervals: AttentionIntervals, forest: Forest, name: str) -> floa
     return statistics.median(times)
 
 
+def use_mask(variant: str) -> None:
+    """Lets the package run with a mask of ``masks.py``; its tensors are made once per intervals, as the lists are."""
+    from masks import VARIANTS
+
+    mask, tensors = VARIANTS[variant]
+    known: WeakKeyDictionary = WeakKeyDictionary()
+
+    def mask_of(intervals: AttentionIntervals):
+        if intervals not in known:
+            known[intervals] = tensors(intervals)
+        return mask, known[intervals]
+
+    flash.mask_of = mask_of
+
+
+def compare_masks(shapes: Path, out: Path, variants: list[str]) -> None:
+    """Times each mask on each shape, one after the other and again in reverse, where its results are the package's.
+
+    The mask for own keys alone is only right where none are handed over, as in all of these shapes.
+    """
+    result: dict = {**machine(), "rows": [], "failures": {}}
+    small = parity_forest()
+    forests = {"prefix-8192+16x1536": fork_layout(8192, 16, 1536)}
+    forests |= {name: shape_forest(shapes, name, 32768) for name in SHAPES}
+    for name, dims in DIMS.items():
+        inputs, right, scale = make(small.num_rows, dims, 0), [], dims[0] ** -0.5
+        use_mask("package")
+        wanted = run_tree(inputs, 0, small.intervals().to("cuda"), scale, "flash")
+        for variant in variants:
+            try:
+                use_mask(variant)
+                found = run_tree(inputs, 0, small.intervals().to("cuda"), scale, "flash")
+                error = max(((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True))
+                print(name, variant, "outputs equal:", torch.equal(found[0], wanted[0]), "worst", error, flush=True)
+                if torch.equal(found[0], wanted[0]) and error < 1e-2:
+                    right.append(variant)
+            except Exception:
+                result["failures"][f"{name} {variant}"] = traceback.format_exc()
+                print(result["failures"][f"{name} {variant}"][-1500:], flush=True)
+        for layout, forest in forests.items():
+            intervals = forest.intervals().to("cuda")
+            times: dict[str, list[float]] = {variant: [] for variant in right}
+            for variant in (*right, *right[::-1]):
+                use_mask(variant)
+                times[variant].append(time_tree(forest, intervals, name))
+            row = {"op": "masks", "head_dim": name, "layout": layout, "tree_ms": {v: min(t) for v, t in times.items()}}
+            result["rows"].append(row)
+            print(row, flush=True)
+            out.write_text(json.dumps(result, indent=1))
+            torch.cuda.empty_cache()
+
+
 def check_parity(name: str, out: Path) -> None:
     result: dict = {"parity": {}, "failures": {}}
     try:
@@ -250,6 +304,8 @@ def main() -> None:
     command, *arguments = sys.argv[1:]
     if command == "parity":
         check_parity(arguments[0], Path(arguments[1]))
+    elif command == "masks":
+        compare_masks(Path(arguments[0]), Path(arguments[1]), arguments[2:] or ["package", "packed", "own"])
     else:
         shapes, out, *parts = map(Path, arguments)
         time_all(shapes, out, parts)

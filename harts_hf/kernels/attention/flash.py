@@ -53,6 +53,7 @@ def tree_attention(
         raise ValueError(f"the flash backend cannot run here: {reason}")
     from flash_attn.cute.interface import flash_attn_func
 
+    mask_mod, aux_tensors = mask_of(intervals)
     tile, tile_backward = TILES[query.shape[3], value.shape[3]]
     num_queries = query.shape[2]
     out, _ = flash_attn_func(
@@ -60,8 +61,8 @@ def tree_attention(
         key.transpose(1, 2),
         value.transpose(1, 2),
         softmax_scale=scale,
-        mask_mod=_mask_mod(),
-        aux_tensors=[intervals.lo, intervals.hi],
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
         block_sparse_tensors=_as_flash(block_lists(intervals, num_queries, tile, by_key=False)),
         block_sparse_tensors_bwd=_as_flash(block_lists(intervals, num_queries, tile_backward, by_key=True)),
     )
@@ -80,8 +81,8 @@ def _as_flash(lists: BlockLists) -> Any:
     )
 
 
-@functools.cache
-def _mask_mod() -> Callable[..., Any]:
+def mask_of(intervals: AttentionIntervals) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """The mask of partial tiles and the tensors that it reads."""
     from harts_hf.kernels.attention.flash_mask import interval_mask
 
-    return interval_mask
+    return interval_mask, [intervals.lo, intervals.hi]

@@ -1,0 +1,59 @@
+"""Compiles FlashAttention-4 with a mask of ``masks.py`` without a GPU, into DUMP_DIR, as ptx and cubin.
+
+python mask_code.py VARIANT HEAD_DIM DUMP_DIR        128, 192/128 or 256; then nvdisasm / cuobjdump -res-usage
+"""
+
+import os
+import sys
+
+variant, name, folder = sys.argv[1:4]
+os.makedirs(folder, exist_ok=True)
+os.environ.update(
+    FLASH_ATTENTION_ARCH="sm_90",
+    CUTE_DSL_ARCH="sm_90a",
+    FLASH_ATTENTION_NUM_SMS="132",
+    CUTE_DSL_KEEP="cubin,ptx",
+    CUTE_DSL_DUMP_DIR=folder,
+)
+
+import torch  # noqa: E402
+
+torch.cuda.get_device_capability = lambda *_: (9, 0)
+
+from flash_attn.cute import interface  # noqa: E402
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # noqa: E402
+from masks import VARIANTS  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+from harts_hf.batch import AttentionIntervals  # noqa: E402
+from harts_hf.kernels.attention.flash import TILES  # noqa: E402
+
+DIMS = {"128": (128, 128, 32, 4), "192/128": (192, 128, 32, 32), "256": (256, 256, 16, 2)}
+ROWS = 1024
+
+
+def lists(tile: tuple[int, int], by_key: bool) -> BlockSparseTensorsTorch:
+    queries, keys = -(-ROWS // tile[0]), -(-ROWS // tile[1])
+    shape = (keys, queries) if by_key else (queries, keys)
+    count = torch.zeros(1, 1, shape[0], dtype=torch.int32, device="cuda")
+    index = torch.zeros(1, 1, *shape, dtype=torch.int32, device="cuda")
+    return BlockSparseTensorsTorch(
+        mask_block_cnt=count, mask_block_idx=index, full_block_cnt=count, full_block_idx=index, block_size=tile
+    )
+
+
+with torch.no_grad(), FakeTensorMode():
+    dim_k, dim_v, heads, key_heads = DIMS[name]
+
+    def rows(heads: int, dim: int) -> torch.Tensor:
+        return torch.empty(1, ROWS, heads, dim, dtype=torch.bfloat16, device="cuda")
+
+    q, k, v, out = rows(heads, dim_k), rows(key_heads, dim_k), rows(key_heads, dim_v), rows(heads, dim_v)
+    ends = torch.empty(ROWS, dtype=torch.int32, device="cuda")
+    mask, tensors = VARIANTS[variant]
+    forward, backward = TILES[dim_k, dim_v]
+    shared = {"softmax_scale": 0.1, "mask_mod": mask, "aux_tensors": tensors(AttentionIntervals(lo=ends, hi=ends))}
+    interface._flash_attn_fwd(q, k, v, **shared, block_sparse_tensors=lists(forward, False), return_lse=True)
+    lse = torch.empty(1, heads, ROWS, dtype=torch.float32, device="cuda")
+    interface._flash_attn_bwd(q, k, v, out, out, lse, **shared, block_sparse_tensors=lists(backward, True))
+print(variant, name, sorted(os.listdir(folder)))
