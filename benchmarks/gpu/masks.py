@@ -1,8 +1,8 @@
-# ruff: noqa: ANN001, ANN201 -- CuTe reads annotations as its own types
+
 """Other ways to write FlashAttention-4's mask of partial tiles, to be measured beside the package's own.
 
-Each entry of ``VARIANTS`` is a mask and a function that gives its tensors for intervals over ``N`` queries and ``E + N``
-keys. ``package`` is what the package runs.
+Each entry of ``VARIANTS`` is a mask and a function that gives its tensors for intervals over ``N`` queries and
+``E + N`` keys. ``package`` is what the package runs.
 """
 
 from collections.abc import Callable
