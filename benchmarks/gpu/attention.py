@@ -2,6 +2,7 @@
 
     python attention.py parity 128 OUT.json                     128, 192/128, 256 or flex
     python attention.py time SHAPES_FOLDER OUT.json PART.json ...   with what the parity checks wrote
+    python attention.py compile 128 VARIANT                     into FA4's cache on disk, where that is switched on
     python attention.py masks SHAPES_FOLDER OUT.json [VARIANT ...]  ways to write the mask (masks.py), side by side
 
 Efficiency is the speedup over the ratio of visible pairs where branches are tile-aligned, and over the ratio of tiles
@@ -304,6 +305,10 @@ def main() -> None:
     command, *arguments = sys.argv[1:]
     if command == "parity":
         check_parity(arguments[0], Path(arguments[1]))
+    elif command == "compile":
+        use_mask(arguments[1])
+        small, dims = parity_forest(), DIMS[arguments[0]]
+        run_tree(make(small.num_rows, dims, 0), 0, small.intervals().to("cuda"), dims[0] ** -0.5, "flash")
     elif command == "masks":
         compare_masks(Path(arguments[0]), Path(arguments[1]), arguments[2:] or ["package", "packed", "own"])
     else:

@@ -2,6 +2,7 @@
 
     python collect.py PARITY.json OUT.json LINEAR.json ... ATTENTION.json
 
+Rows that OUT.json holds already stay unless they are measured anew.
 Refuses where a parity check fails: rows of linear attention need the linear check, rows of attention their head dim's.
 """
 
@@ -50,6 +51,24 @@ def collect(parity: dict, parts: list[dict]) -> dict:
     }
 
 
+def onto(old: dict, new: dict) -> dict:
+    """``new`` with what only ``old`` has; of rows, the new one where both have it."""
+
+    def key(row: dict) -> tuple:
+        return row["op"], row["layout"], row.get("kind") or row["head_dim"]
+
+    measured = {key(row) for row in new["rows"]}
+    merged = {**old, **new}
+    merged["rows"] = [row for row in old["rows"] if key(row) not in measured] + new["rows"]
+    for name in ("versions", "launches_by_branches"):
+        merged[name] = {**old[name], **new[name]}
+    merged["parity"] = {
+        "linear": new["parity"]["linear"],
+        "attention": {**old["parity"]["attention"], **new["parity"]["attention"]},
+    }
+    return merged
+
+
 def draw(result: dict, path: Path) -> None:
     """Efficiency of every row: one panel for linear layers, one for attention."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), gridspec_kw={"width_ratios": [3, 1.3]})
@@ -80,6 +99,8 @@ def draw(result: dict, path: Path) -> None:
 def main() -> None:
     parity, out, *parts = map(Path, sys.argv[1:])
     result = collect(json.loads(parity.read_text()), [json.loads(part.read_text()) for part in parts])
+    if out.exists():
+        result = onto(json.loads(out.read_text()), result)
     out.write_text(json.dumps(result, indent=1) + "\n")
     draw(result, out.with_suffix(".png"))
     for op in ("linear", "conv", "attention"):

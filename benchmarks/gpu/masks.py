@@ -1,4 +1,3 @@
-
 """Other ways to write FlashAttention-4's mask of partial tiles, to be measured beside the package's own.
 
 Each entry of ``VARIANTS`` is a mask and a function that gives its tensors for intervals over ``N`` queries and

@@ -1,6 +1,7 @@
 """Linear attention on the GPU against an fp64 oracle, beside the expanded baseline's own errors.
 
-    python parity_linear.py OUT.json SECTION      gdn, kda (the rules), layers, kda-16 (again, more seeds) or exact
+    python parity_linear.py OUT.json SECTION      gdn, kda (the rules), one-token, states, layers,
+                                               kda-16 (again, more seeds) or exact
     python parity_linear.py OUT.json PART.json ...    merges what the sections wrote
 
 Rules alone (every input gradient) over decays, prefixes and forks, and small layers (every parameter gradient). Errors
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from layers import LinearLayer, Mixer, expanded_mixer, make_layer, tree_mixer
 from oracle import oracle_mixer, recurrent_rule
+from parity_states import STATE_LIMITS, states
 from trees import Forest, join
 
 from harts_hf.kernels.linear_attention import tree_gated_delta_rule, tree_kimi_delta_rule
@@ -144,13 +146,13 @@ def run_oracle(inputs: list[torch.Tensor], forest: Forest, dy: torch.Tensor) -> 
     return [output.detach(), *torch.autograd.grad(output, leaves, dy.double())]
 
 
-def rules(kimi: bool) -> dict[str, dict]:
-    """One rule alone; branches of one token with one decay only, to keep the check short."""
+def rules(kimi: bool, only: str | None = None) -> dict[str, dict]:
+    """One rule alone; branches of one token with one decay unless they are all that is asked for."""
     result = {}
     forests = {"forks": forked_forest(), "one_token": one_token_forest()}
     for decay in DECAYS:
         for name, forest in forests.items():
-            if name == "forks" or decay == 1.0:
+            if name == only or (only is None and (name == "forks" or decay == 1.0)):
                 errors, rerun, repeat, first_gate = Errors(), 0.0, True, 0.0
                 for seed in range(SEEDS):
                     inputs = rule_inputs(forest, kimi, decay, seed)
@@ -316,12 +318,15 @@ def passes(found: dict) -> bool:
             fine &= entry.get("two_runs_bitwise_equal", True) and entry.get("first_token_gate_gradient", 0.0) == 0.0
     fine &= all(found.get("alone", {"missing": False}).values())
     fine &= all(found.get("sizes", {"missing": False}).values())
+    fine &= all(error <= STATE_LIMITS[key.split()[0]] for key, error in found.get("states", {}).items())
     return fine and not found.get("failures")
 
 
 SECTIONS = {
     "gdn": lambda: {"rules": rules(False)},
     "kda": lambda: {"rules": rules(True)},
+    "one-token": lambda: {"rules": rules(False, "one_token") | rules(True, "one_token")},
+    "states": lambda: {"states": states(forked_forest())},
     "layers": lambda: {"layers": layers()},
     "kda-16": lambda: {"layers": layers(("kda-16",), 12)},  # eight numbers of A_log a seed need more seeds
     "exact": lambda: {"alone": alone(), "handoff": handoff(), "sizes": sizes()},

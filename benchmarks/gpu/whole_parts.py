@@ -1,0 +1,279 @@
+"""One stage of one family of ``whole.py``: python whole_parts.py FAMILY STAGE FOLDER SHAPES_FOLDER [--dry-run]"""
+
+import argparse
+import json
+import statistics
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from whole import PARTS
+from whole_models import build_model, bush, draw_tokens, shape_window, spine
+
+from harts_hf import PlannerConfig, TreeGRPOConfig, TreeGRPOTrainer, patch
+from harts_hf.runtime import Coefficients, TreeWindow, WindowRun
+
+SEED = 0
+SHAPES = {"miniswe_b_drop": 16384, "tot_game24": 16384}  # unique tokens, at least
+MICROBATCH = 32768
+REPEATS = 2
+
+
+class Stage:
+    """What the parts share.
+
+    Args:
+        family: of the model.
+        folder: where parts are written.
+        shapes: folder of shape files.
+        dry: tiny, on the CPU.
+    """
+
+    def __init__(self, family: str, folder: Path, shapes: Path, dry: bool) -> None:
+        self.family, self.folder, self.shapes, self.dry = family, folder, shapes, dry
+        self.device = "cpu" if dry else "cuda"
+
+    def about(self) -> dict[str, Any]:
+        if self.dry:
+            return {"device": "cpu (dry run)", "seed": SEED}
+        from measure import machine
+
+        return {**machine(), "seed": SEED}
+
+    def config_folder(self) -> Path:
+        """A folder with the model's configuration alone."""
+        folder = self.folder / f"{self.family}-config"
+        build_model(self.family, self.dry).config.save_pretrained(folder)
+        return folder
+
+    def verify(self) -> dict[str, Any]:
+        """`harts verify` on random weights and real trees."""
+        from harts_hf.cli import verify
+
+        out = self.folder / f"{self.family}-verdict.json"
+        size = ["--max-tokens", "150", "--draws", "2"] if self.dry else ["--max-tokens", "1536", "--draws", "5"]
+        status = verify.main(
+            [str(self.shapes / "tot_game24.jsonl.gz"), "--model", str(self.config_folder()), "--device", self.device,
+             "--dtype", "float32" if self.dry else "bfloat16", *size, "--seed", str(SEED), "--json", str(out)]
+        )  # fmt: skip
+        return {"passed": status == 0, **json.loads(out.read_text())}
+
+    def train(self) -> dict[str, Any]:
+        """Three steps of TreeGRPOTrainer on recorded rollouts."""
+        from support import recorded
+
+        model = build_model(self.family, self.dry, SEED)
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        options = {"use_cpu": self.dry, "bf16": not self.dry}
+        arguments = TreeGRPOConfig(**recorded.arguments(self.folder / f"{self.family}-train", **options))
+        trainer = TreeGRPOTrainer(
+            model, recorded.recorded_reward, args=arguments, train_dataset=recorded.dataset(),
+            processing_class=recorded.tokenizer(), rollout_func=recorded.rollout_func,
+        )  # fmt: skip
+        begin = time.monotonic()
+        trainer.train()
+        moved = max((p.detach() - before[name]).abs().max().item() for name, p in model.named_parameters())
+        finite = all(torch.isfinite(p).all().item() for p in model.parameters())
+        keep = ("loss", "grad_norm", "tree/sharing_ratio", "tree/logp_recompute_maxdiff", "tree/backward_seconds")
+        logs = [{k: log[k] for k in keep if k in log} for log in trainer.state.log_history[:-1]]
+        assert finite and moved > 0 and trainer.state.global_step == 3, (finite, moved, trainer.state.global_step)
+        return {"steps": 3, "seconds": time.monotonic() - begin, "largest_change": moved, "logs": logs}
+
+    def speed(self) -> dict[str, Any]:
+        """Update time (scoring, forwards, backwards) on the tree, and of the same kernels on packed trajectories."""
+        model = patch(build_model(self.family, self.dry, SEED))
+        vocab = model.get_input_embeddings().num_embeddings
+        found = {}
+        for name, rows in SHAPES.items():
+            if self.dry:
+                trajectories = [row[:1400] for row in draw_tokens(spine(2700), vocab)]
+            else:
+                trajectories = shape_window(self.shapes, name, rows, vocab)
+            ways = {sharing: self._update(model, trajectories, sharing) for sharing in ("always", "never")}
+            tree, expanded = ways["always"], ways["never"]
+            difference = (tree.pop("log_probs") - expanded.pop("log_probs")).square().mean().sqrt().item()
+            gradients, theirs = tree.pop("gradients"), expanded.pop("gradients")
+            error = sum((gradients[n] - theirs[n]).square().sum().item() for n in gradients) ** 0.5
+            size = sum(theirs[n].square().sum().item() for n in gradients) ** 0.5
+            found[name] = {
+                "tree": tree,
+                "expanded": expanded,
+                "speedup": expanded["seconds"] / tree["seconds"],
+                "sharing_ratio": expanded["rows"] / tree["rows"],
+                "rms_log_prob_difference": difference,
+                "gradient_difference": error / size,
+            }
+            print(name, found[name], flush=True)
+            assert found[name]["gradient_difference"] < 0.2, "tree and expanded gradients are not of one model"
+            self._empty()
+        return {"layers": len(model.config.layer_types), "max_tokens_per_microbatch": MICROBATCH, "shapes": found}
+
+    def _update(self, model: Any, trajectories: list, sharing: str) -> dict[str, Any]:
+        config = PlannerConfig(max_tokens_per_microbatch=MICROBATCH, sharing=sharing, execution="replay")
+        begin = time.perf_counter()
+        window = TreeWindow(trajectories, config).to(self.device)
+        planning = time.perf_counter() - begin
+        generator = torch.Generator().manual_seed(SEED)
+        weights = [torch.randn(len(row) - 1, generator=generator) for row in trajectories]
+        coefficients = torch.zeros(window.tree.num_tokens)
+        for index, weight in enumerate(weights):
+            coefficients.index_add_(0, torch.from_numpy(window.label_rows(index)), weight)
+        coefficients = coefficients.to(self.device)
+        times, scores = [], None
+        for repeat in range(1 + REPEATS):
+            model.zero_grad(set_to_none=True)
+            if repeat == 1:
+                self._reset_peak()
+            begin = time.perf_counter()
+            run = WindowRun(model, window)
+            scores = run.score()
+            run.backward(Coefficients(log_probs=coefficients), torch.Tensor.backward)
+            self._synchronise()
+            times.append(time.perf_counter() - begin)
+        rows = [torch.from_numpy(window.label_rows(index)) for index in range(len(trajectories))]
+        log_probs = scores.log_probs.cpu()
+        return {
+            "seconds": statistics.median(times[1:]),
+            "first_seconds": times[0],
+            "planning_seconds": planning,
+            "peak_bytes": 0 if self.dry else torch.cuda.max_memory_allocated(),
+            "rows": window.schedule.backward_tokens,
+            "microbatches": len(window.batches),
+            "log_probs": torch.cat([log_probs[r] for r in rows]),
+            "gradients": {n: p.grad.detach().float().cpu() for n, p in model.named_parameters() if p.grad is not None},
+        }
+
+    def memory(self) -> dict[str, Any]:
+        """Peaks of the ops of windows against the planner's counts times bytes fitted on half of the windows."""
+        from benchmarks.window_memory import FEATURES, features, fit
+
+        model = patch(build_model(self.family, self.dry, SEED))
+        vocab = model.get_input_embeddings().num_embeddings
+        budgets, rows = ((64, 128, 256), 800) if self.dry else ((2048, 4096, 8192), 26000)
+        trees = {"spine": spine(max(rows, 2600)), "bush": bush(max(rows, 6200))}
+        measured: dict[tuple, tuple] = {}
+        for name, tree in trees.items():
+            trajectories = draw_tokens(tree, vocab)
+            if self.dry:
+                trajectories = [row[:700] for row in trajectories[:2]]
+            for execution in ("replay", "nested"):
+                for budget in budgets:
+                    limits = {"max_graph_tokens": 2 * budget} if execution == "nested" else {}
+                    config = PlannerConfig(
+                        max_tokens_per_microbatch=budget, sharing="always", execution=execution, **limits
+                    )
+                    window = TreeWindow(trajectories, config).to(self.device)
+                    for _ in range(2):  # gradients and caches are there the second time
+                        peaks = self._peaks(model, window)
+                    measured[name, execution, budget] = (features(window.schedule), peaks)
+        fitted = [key for key in measured if key[2] != budgets[1]]
+        per_unit = fit([measured[key] for key in fitted])
+        windows = [
+            {
+                "tree": key[0],
+                "execution": key[1],
+                "budget": key[2],
+                "fitted": key in fitted,
+                "peak_bytes": int(peaks.max()),
+                "predicted_bytes": int((counts @ per_unit).max()),
+                "error": round(float((counts @ per_unit).max() / peaks.max()) - 1, 4),
+            }
+            for key, (counts, peaks) in measured.items()
+        ]
+        worst = max(abs(window["error"]) for window in windows if not window["fitted"])
+        print("memory: worst error of predicted windows", worst, flush=True)
+        return {
+            "bytes_per_unit": dict(zip(FEATURES, map(float, per_unit), strict=True)),
+            "worst_error_of_predicted_windows": worst,
+            "windows": windows,
+        }
+
+    def _peaks(self, model: Any, window: TreeWindow) -> Any:
+        """Most bytes allocated above what was there before the run, within each op."""
+        import numpy as np
+
+        before, peaks = self._allocated(), []
+        nested = window.schedule.execution == "nested"
+        run = WindowRun(model, window, mode="unscored" if nested else "train")
+        run_forward = run._forward
+
+        def noted(function: Any, *args: Any) -> Any:
+            self._reset_peak()
+            result = function(*args)
+            peaks.append(max(1, (0 if self.dry else torch.cuda.max_memory_allocated()) - before))
+            return result
+
+        run._forward = lambda *args: noted(run_forward, *args)
+        tokens = window.tree.num_tokens
+        coefficients = Coefficients(log_probs=torch.ones(tokens, device=self.device))
+
+        def backward(scalar: torch.Tensor) -> None:
+            noted(torch.Tensor.backward, scalar)
+
+        if nested:
+            wanted = torch.ones(tokens, dtype=torch.bool, device=self.device)
+            run.backward_unscored(coefficients, backward, wanted)
+        else:
+            run.score()
+            run.backward(coefficients, backward)
+        return np.array(peaks, float)
+
+    def cost(self) -> dict[str, Any]:
+        """`harts bench --fit-cost`."""
+        from harts_hf.cli import bench
+
+        out = self.folder / f"{self.family}-cost.json"
+        begin = time.monotonic()
+        status = bench.main(
+            ["--fit-cost", "--model", str(self.config_folder()), "--random-weights", "--out", str(out),
+             "--max-rows", "256" if self.dry else "8192", "--repeats", "1" if self.dry else "2",
+             "--dtype", "float32" if self.dry else "bfloat16", "--device", self.device]
+        )  # fmt: skip
+        assert status == 0, status
+        return {"seconds": time.monotonic() - begin, "cost": json.loads(out.read_text())}
+
+    def _synchronise(self) -> None:
+        if not self.dry:
+            torch.cuda.synchronize()
+
+    def _empty(self) -> None:
+        if not self.dry:
+            torch.cuda.empty_cache()
+
+    def _reset_peak(self) -> None:
+        if not self.dry:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+
+    def _allocated(self) -> int:
+        return 0 if self.dry else torch.cuda.memory_allocated()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("family")
+    parser.add_argument("stage", choices=PARTS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("shapes", type=Path)
+    parser.add_argument("--dry-run", action="store_true")
+    arguments = parser.parse_args()
+    stage = Stage(arguments.family, arguments.folder, arguments.shapes, arguments.dry_run)
+    for part in PARTS[arguments.stage]:
+        begin = time.monotonic()
+        try:
+            entry = getattr(stage, part)()
+        except BaseException:
+            entry = {"failure": traceback.format_exc()[-4000:]}
+            print(entry["failure"], flush=True)
+        text = json.dumps({**stage.about(), **entry, "part_seconds": time.monotonic() - begin}, indent=1)
+        temporary = arguments.folder / f"{arguments.family}-{part}.tmp"
+        temporary.write_text(text + "\n")
+        temporary.rename(arguments.folder / f"{arguments.family}-{part}.json")
+        print(arguments.family, part, f"{time.monotonic() - begin:.0f} s", flush=True)
+        stage._empty()
+
+
+if __name__ == "__main__":
+    main()
