@@ -1,6 +1,9 @@
 """What both rules share within a chunk."""
 
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Self
 
 import torch
 
@@ -8,35 +11,100 @@ import torch
 _SUBSTITUTION_BLOCK = 16
 
 
-class ChunkParts(NamedTuple):
-    """The inputs of :class:`~harts_hf.kernels.linear_attention.scan.ChunkScan`, in its order."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Chunks(ABC):
+    """What a rule computes of each chunk without knowing its start state, for ``M`` nodes and ``h`` value heads.
+
+    A node that starts from state ``S`` then has (UT transform, arXiv 2406.06484)::
+
+        (I + system) correction = values - keys @ S
+        output = query @ S + scores @ correction
+        S_out  = decay * S + writes^T @ correction
+
+    The fields are what the backward needs. What an element-wise product gives is not among them but computed again
+    when it is read: fresh memory costs more.
+
+    Attributes:
+        q, k: ``[M, H, C, K]``; a q/k head serves ``h / H`` consecutive value heads.
+        v: ``[M, h, C, V]``.
+        beta: ``[M, h, C]``.
+        until: decay from the chunk's start to each slot, ``[M, h, C]`` or, of each channel, ``[M, h, C, K]``.
+        scores: ``[M, h, C, C]`` decayed products of q with k, lower triangular.
+        key_scores: ``[M, h, C, C]`` decayed products of k with k, lower triangular.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    beta: torch.Tensor
+    until: torch.Tensor
+    scores: torch.Tensor
+    key_scores: torch.Tensor
+
+    @classmethod
+    @abstractmethod
+    def build(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> Self:
+        """From the gathered inputs."""
+
+    @abstractmethod
+    def backward(self, grads: "ChunkGrads") -> tuple[torch.Tensor, ...]:
+        """Gradients of the arguments of :meth:`build`. Writes over ``grads``."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The fields, in order."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @classmethod
+    def of_tensors(cls, tensors: Iterable[torch.Tensor]) -> Self:
+        """From :attr:`tensors`."""
+        return cls(**dict(zip((field.name for field in fields(cls)), tensors, strict=True)))
+
+    @property
+    @abstractmethod
+    def query(self) -> torch.Tensor:
+        """``[M, h, C, K]`` queries that read the start state."""
+
+    @property
+    @abstractmethod
+    def keys(self) -> torch.Tensor:
+        """``[M, h, C, K]`` keys that read what the start state knows of the values already."""
+
+    @property
+    @abstractmethod
+    def writes(self) -> torch.Tensor:
+        """``[M, h, C, K]`` keys by which the corrections enter the outgoing state."""
+
+    @property
+    @abstractmethod
+    def decay(self) -> torch.Tensor:
+        """``[M, h, K]`` of the start state over the chunk, or ``[M, h, 1]``: one for all channels."""
+
+    @property
+    def system(self) -> torch.Tensor:
+        """``[M, h, C, C]`` how corrections depend on those before; only what stands below the diagonal counts."""
+        return self.key_scores * self.beta[..., None]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """``[M, h, C, V]`` to be remembered."""
+        return self.v * self.beta[..., None]
+
+
+class ChunkGrads(NamedTuple):
+    """Gradients of what :class:`Chunks` gives; that of ``system`` holds anything on and above the diagonal."""
 
     query: torch.Tensor
     scores: torch.Tensor
-    reads: torch.Tensor
-    new_values: torch.Tensor
+    system: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
     writes: torch.Tensor
     decay: torch.Tensor
 
 
-def solve_backward(
-    inverse: torch.Tensor,
-    reads: torch.Tensor,
-    new_values: torch.Tensor,
-    grad_reads: torch.Tensor,
-    grad_new_values: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Backward of ``reads = (I + system)^-1 keys`` and ``new_values = (I + system)^-1 values`` (UT transform, arXiv
-    2406.06484): gradients of system (strictly lower triangular), keys and values.
-    """
-    grad_keys, grad_values = bmm(inverse.mT, grad_reads), bmm(inverse.mT, grad_new_values)
-    grad_system = bmm(grad_keys, reads.mT)
-    grad_system += bmm(grad_values, new_values.mT)
-    return grad_system.neg_().tril_(-1), grad_keys, grad_values
-
-
 def unit_lower_inverse(strict: torch.Tensor) -> torch.Tensor:
-    """``(I + strict)^-1`` for strictly lower triangular ``[M, h, C, C]``.
+    """``(I + strict)^-1`` for ``[M, h, C, C]``, of which only what stands below the diagonal is read.
 
     Small diagonal blocks by substitution; then ``[[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']]`` for blocks of twice
     the size, and so on: a third of the time of substitution over the whole chunk.
@@ -68,6 +136,11 @@ def diagonal_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
 def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Product over the last two of four dimensions; a batched one, whose rounding does not depend on the batch."""
     return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
+
+
+def add_bmm_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Adds :func:`bmm` to a contiguous tensor."""
+    total.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
 
 
 def dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

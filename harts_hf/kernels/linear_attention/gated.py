@@ -1,89 +1,83 @@
 """What a chunk of the gated delta rule (one decay per head) computes without knowing its start state."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 
-from harts_hf.kernels.checks import exact_backward
-from harts_hf.kernels.linear_attention.chunk import ChunkParts, bmm, dot, solve_backward, unit_lower_inverse
+from harts_hf.kernels.linear_attention.chunk import ChunkGrads, Chunks, add_bmm_, bmm, dot
 
 
-def gated_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> ChunkParts:
-    """The parts for ``q``, ``k`` ``[M, H, C, K]``, ``v`` ``[M, HV, C, V]``, ``g``, ``beta`` ``[M, HV, C]``.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GatedChunks(Chunks):
+    """With ``between[i, j] = exp(g[j + 1] + ... + g[i])`` for ``i >= j``, ``until[i] = exp(g[0] + ... + g[i])``::
 
-    Decays between slots are exponentials of sums over exactly the slots between, not differences of running sums:
-    nothing cancels, and the first slot's gate, which lies between no two slots, gets a gradient of exactly zero.
-    """
-    return ChunkParts(*_GatedChunks.apply(q, k, v, g, beta))
+        query = until q           keys = beta until k        values = beta v
+        scores = q k^T * between  system = diag(beta) (k k^T * between)
+        writes = between[-1] k    decay = until[-1]
 
+    Decays are exponentials of sums over exactly the slots between, not of differences of running sums: nothing
+    cancels, and the first slot's gate, which lies between no two slots, gets a gradient of exactly zero.
 
-class _GatedChunks(torch.autograd.Function):
-    """With ``D[i, j] = exp(g[j + 1] + ... + g[i])`` for ``i >= j``, ``e[i] = exp(g[0] + ... + g[i])`` and ``T`` the
-    inverse of ``I + strictly lower part of diag(beta) (k k^T * D)``::
-
-        query = e q        scores = q k^T * D       reads = T (beta e k)
-        writes = D[-1] k   decay = e[-1]            new_values = T (beta v)
+    Attributes:
+        between: ``[M, h, C, C]``.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    between: torch.Tensor
+
+    @classmethod
+    def build(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> Self:
         groups = v.shape[1] // k.shape[1]
         below = torch.ones(g.shape[-1], g.shape[-1], dtype=g.dtype, device=g.device).tril_(-1)
-        decay = (g[..., None] * below).cumsum(dim=-2).exp_().tril_()
-        decay_until = g.cumsum(dim=-1).exp_()
-        q_heads, k_heads = _repeat(q, groups), _repeat(k, groups)
-        scores = _repeat(bmm(q, k.mT), groups) * decay
-        key_scores = _repeat(bmm(k, k.mT), groups) * decay
-        system = (key_scores * beta[..., None]).tril_(-1)
-        inverse = unit_lower_inverse(system)
-        query = q_heads * decay_until[..., None]
-        reads = bmm(inverse, k_heads * (beta * decay_until)[..., None])
-        new_values = bmm(inverse, v * beta[..., None])
-        writes = k_heads * decay[..., -1, :, None]
-        ctx.save_for_backward(
-            q, k, v, beta, decay, decay_until, query, scores, key_scores, inverse, reads, new_values, writes
-        )
-        return query, scores, reads, new_values, writes, decay_until[..., -1:].contiguous()
+        between = (g[..., None] * below).cumsum_(dim=-2).exp_().tril_()
+        scores, key_scores = (_repeat(bmm(x, k.mT), groups).mul_(between) for x in (q, k))
+        until = g.cumsum(dim=-1).exp_()
+        return cls(q=q, k=k, v=v, beta=beta, until=until, scores=scores, key_scores=key_scores, between=between)
 
-    @staticmethod
-    @exact_backward
-    def backward(
-        ctx: Any,
-        grad_query: torch.Tensor,
-        grad_scores: torch.Tensor,
-        grad_reads: torch.Tensor,
-        grad_new_values: torch.Tensor,
-        grad_writes: torch.Tensor,
-        grad_decay: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        q, k, v, beta, decay, until, query, scores, key_scores, inverse, reads, new_values, writes = ctx.saved_tensors
-        groups = v.shape[1] // k.shape[1]
-        grad_system, grad_keys, grad_values = solve_backward(inverse, reads, new_values, grad_reads, grad_new_values)
+    @property
+    def query(self) -> torch.Tensor:
+        return self._by_value_head(self.q) * self.until[..., None]
 
-        keys_seen = dot(grad_keys, _repeat(k, groups)) * until
-        grad_beta = keys_seen + dot(grad_values, v) + dot(grad_system, key_scores)
-        grad_key_scores = grad_system.mul_(beta[..., None])
+    @property
+    def keys(self) -> torch.Tensor:
+        return self._by_value_head(self.k) * (self.beta * self.until)[..., None]
+
+    @property
+    def writes(self) -> torch.Tensor:
+        return self._by_value_head(self.k) * self.between[..., -1, :, None]
+
+    @property
+    def decay(self) -> torch.Tensor:
+        return self.until[..., -1:]
+
+    def backward(self, grads: ChunkGrads) -> tuple[torch.Tensor, ...]:
+        groups, until, after = self.v.shape[1] // self.k.shape[1], self.until, self.between[..., -1, :]
+        queries, keys, grad_system = self._by_value_head(self.q), self._by_value_head(self.k), grads.system.tril_(-1)
+        keys_seen = dot(grads.keys, keys) * until
+        grad_beta = keys_seen + dot(grads.values, self.v) + dot(grad_system, self.key_scores)
+        grad_key_scores = grad_system.mul_(self.beta[..., None])
 
         # Exponents: those between two slots, then those from the chunk's start.
-        between = (grad_scores * scores).addcmul_(grad_key_scores, key_scores)
-        between[..., -1, :] += dot(grad_writes, writes)
-        from_start = dot(grad_query, query) + keys_seen * beta
-        from_start[..., -1:] += grad_decay * until[..., -1:]
-        ones = torch.ones_like(between[0, 0])
-        after = ones.triu().expand_as(between)  # row t adds the rows from t on
-        grad_g = bmm(after, between).mul_(ones.tril(-1)).sum(dim=-1) + bmm(after, from_start[..., None]).squeeze(-1)
+        exponents = (grads.scores * self.scores).addcmul_(grad_key_scores, self.key_scores)
+        exponents[..., -1, :] += dot(grads.writes, keys) * after
+        from_start = dot(grads.query, queries) * until + keys_seen * self.beta
+        from_start[..., -1:] += grads.decay * until[..., -1:]
+        before = torch.ones_like(exponents[0, 0]).triu_(1).expand_as(exponents)  # column t adds the columns before t
+        grad_g = bmm(exponents, before).tril_().sum(dim=-2) + from_start.flip(-1).cumsum(-1).flip(-1)
 
-        scores_by_head = _sum_groups(grad_scores * decay, groups)
-        keys_by_head = _sum_groups(grad_key_scores.mul_(decay), groups)
-        grad_q = _sum_groups(grad_query * until[..., None], groups)
-        grad_q += bmm(scores_by_head, k)
-        grad_keys = grad_keys.mul_((beta * until)[..., None]).addcmul_(grad_writes, decay[..., -1, :, None])
-        grad_k = _sum_groups(grad_keys, groups)
-        grad_k += bmm(scores_by_head.mT, q)
-        grad_k += bmm(keys_by_head + keys_by_head.mT, k)
-        return grad_q, grad_k, grad_values.mul_(beta[..., None]), grad_g, grad_beta
+        grad_products = _sum_groups(grads.scores.mul_(self.between), groups)
+        grad_key_products = _sum_groups(grad_key_scores.mul_(self.between), groups)
+        grad_q = _sum_groups(grads.query.mul_(until[..., None]), groups)
+        add_bmm_(grad_q, grad_products, self.k)
+        grads.keys.mul_((self.beta * until)[..., None]).addcmul_(grads.writes, after[..., None])
+        grad_k = _sum_groups(grads.keys, groups)
+        add_bmm_(grad_k, grad_products.mT, self.q)
+        add_bmm_(grad_k, grad_key_products, self.k)
+        add_bmm_(grad_k, grad_key_products.mT, self.k)
+        return grad_q, grad_k, grads.values.mul_(self.beta[..., None]), grad_g, grad_beta
+
+    def _by_value_head(self, x: torch.Tensor) -> torch.Tensor:
+        return _repeat(x, self.v.shape[1] // x.shape[1])
 
 
 def _repeat(x: torch.Tensor, groups: int) -> torch.Tensor:

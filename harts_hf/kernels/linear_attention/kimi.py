@@ -1,64 +1,63 @@
 """What a chunk of Kimi delta attention (one decay per channel) computes without knowing its start state."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 
-from harts_hf.kernels.checks import exact_backward
-from harts_hf.kernels.linear_attention.chunk import ChunkParts, bmm, dot, solve_backward, unit_lower_inverse
+from harts_hf.kernels.linear_attention.chunk import ChunkGrads, Chunks, dot
 from harts_hf.kernels.linear_attention.decayed_scores import decayed_scores, decayed_scores_backward, span_sums
 
 
-def kimi_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> ChunkParts:
-    """The parts for ``q``, ``k``, ``g`` ``[M, H, C, K]``, ``v`` ``[M, H, C, V]``, ``beta`` ``[M, H, C]``."""
-    return ChunkParts(*_KimiChunks.apply(q, k, v, g, beta))
+@dataclass(frozen=True, eq=False, kw_only=True)
+class KimiChunks(Chunks):
+    """With ``until[i] = exp(g[0] + ... + g[i])``, ``after[i] = exp(g[i + 1] + ... + g[C - 1])``::
 
+        query = until q     keys = beta until k    values = beta v     writes = after k    decay = until[-1]
 
-class _KimiChunks(torch.autograd.Function):
-    """With ``e[i] = exp(g[0] + ... + g[i])``, ``a[i] = exp(g[i + 1] + ... + g[C - 1])`` and ``T`` the inverse of
-    ``I + strictly lower part of diag(beta) key_scores``::
-
-        query = e q      scores of q with k      reads = T (beta e k)
-        writes = a k     decay = e[-1]           new_values = T (beta v)
+    Attributes:
+        g: ``[M, H, C, K]``.
+        after: ``[M, H, C, K]``.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        scores, key_scores = decayed_scores(q, k, g)
-        until, after = span_sums(_spans(g), g).exp_().chunk(2, dim=2)
-        inverse = unit_lower_inverse(key_scores * beta[..., None])
-        query, writes = q * until, k * after
-        reads = bmm(inverse, (k * until).mul_(beta[..., None]))
-        new_values = bmm(inverse, v * beta[..., None])
-        ctx.save_for_backward(q, k, v, g, beta, until, after, query, key_scores, inverse, reads, new_values, writes)
-        return query, scores, reads, new_values, writes, until[..., -1, :].contiguous()
+    g: torch.Tensor
+    after: torch.Tensor
 
-    @staticmethod
-    @exact_backward
-    def backward(
-        ctx: Any,
-        grad_query: torch.Tensor,
-        grad_scores: torch.Tensor,
-        grad_reads: torch.Tensor,
-        grad_new_values: torch.Tensor,
-        grad_writes: torch.Tensor,
-        grad_decay: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        q, k, v, g, beta, until, after, query, key_scores, inverse, reads, new_values, writes = ctx.saved_tensors
-        grad_system, grad_keys, grad_values = solve_backward(inverse, reads, new_values, grad_reads, grad_new_values)
-        grad_keys.mul_(until)
-        keys_seen = grad_keys * k
-        grad_beta = keys_seen.sum(dim=-1) + dot(grad_values, v) + dot(grad_system, key_scores)
-        grad_q, grad_k, grad_g = decayed_scores_backward(q, k, g, grad_scores, grad_system.mul_(beta[..., None]))
-        grad_q.addcmul_(grad_query, until)
-        grad_k.addcmul_(grad_keys, beta[..., None]).addcmul_(grad_writes, after)
-        from_start = keys_seen.mul_(beta[..., None]).addcmul_(grad_query, query)
-        from_start[..., -1, :].addcmul_(grad_decay, until[..., -1, :])
-        exponents = torch.cat([from_start, grad_writes * writes], dim=2)
-        grad_g += span_sums(_spans(g).T, exponents)
-        return grad_q, grad_k, grad_values.mul_(beta[..., None]), grad_g, grad_beta
+    @classmethod
+    def build(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> Self:
+        until, after = span_sums(_spans(g), g).exp_().chunk(2, dim=2)
+        scores, key_scores = decayed_scores(q, k, g)
+        return cls(q=q, k=k, v=v, beta=beta, until=until, scores=scores, key_scores=key_scores, g=g, after=after)
+
+    @property
+    def query(self) -> torch.Tensor:
+        return self.q * self.until
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return (self.k * self.until).mul_(self.beta[..., None])
+
+    @property
+    def writes(self) -> torch.Tensor:
+        return self.k * self.after
+
+    @property
+    def decay(self) -> torch.Tensor:
+        return self.until[..., -1, :]
+
+    def backward(self, grads: ChunkGrads) -> tuple[torch.Tensor, ...]:
+        grad_system, grad_keys = grads.system.tril_(-1), grads.keys.mul_(self.until)
+        keys_seen = grad_keys * self.k
+        grad_beta = keys_seen.sum(dim=-1) + dot(grads.values, self.v) + dot(grad_system, self.key_scores)
+        grad_key_scores = grad_system.mul_(self.beta[..., None])
+        grad_q, grad_k, grad_g = decayed_scores_backward(self.q, self.k, self.g, grads.scores, grad_key_scores)
+        grad_q.addcmul_(grads.query, self.until)
+        grad_k.addcmul_(grad_keys, self.beta[..., None]).addcmul_(grads.writes, self.after)
+        from_start = keys_seen.mul_(self.beta[..., None]).addcmul_(grads.query, self.query)
+        from_start[..., -1, :].addcmul_(grads.decay, self.decay)
+        exponents = torch.cat([from_start, grads.writes.mul_(self.writes)], dim=2)
+        grad_g += span_sums(_spans(self.g).T, exponents)
+        return grad_q, grad_k, grads.values.mul_(self.beta[..., None]), grad_g, grad_beta
 
 
 def _spans(g: torch.Tensor) -> torch.Tensor:

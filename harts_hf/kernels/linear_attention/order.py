@@ -1,6 +1,6 @@
 """Chunk nodes renumbered level by level, so that each level is one slice of every tensor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from weakref import WeakKeyDictionary
 
@@ -37,6 +37,19 @@ class Level:
 
 
 @dataclass(frozen=True, eq=False)
+class HeadTables:
+    """The tables of a call over rows of single heads: row ``r`` and head ``h`` are row ``r * H + h``.
+
+    Attributes:
+        gather: ``M * H * C`` places ``(node * H + head) * C + slot``.
+        output_places: ``[N * H]``.
+    """
+
+    gather: GatherIndex
+    output_places: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class LevelOrder:
     """The tables of a call in level order; within a level the nodes that leave a state come first.
 
@@ -59,11 +72,21 @@ class LevelOrder:
     parent: torch.Tensor
     exported: torch.Tensor
     chunk_size: int
+    _by_head: dict[int, HeadTables] = field(default_factory=dict)
 
     @property
     def num_nodes(self) -> int:
         """M."""
         return len(self.parent)
+
+    def by_head(self, heads: int) -> HeadTables:
+        """The tables for ``heads`` heads, kept for the next call."""
+        if heads not in self._by_head:
+            self._by_head[heads] = HeadTables(
+                gather=_gather_by_head(self.gather, heads, self.chunk_size),
+                output_places=places_by_head(self.output_places, heads, self.chunk_size).flatten(),
+            )
+        return self._by_head[heads]
 
     @classmethod
     def build(cls, tables: LinearTables, export_nodes: torch.Tensor) -> "LevelOrder":
@@ -109,6 +132,30 @@ def level_order(tables: LinearTables, export_nodes: torch.Tensor) -> LevelOrder:
     if tables not in _ORDERS:
         _ORDERS[tables] = LevelOrder.build(tables, export_nodes)
     return _ORDERS[tables]
+
+
+def places_by_head(places: torch.Tensor, heads: int, chunk_size: int) -> torch.Tensor:
+    """``node * C + slot`` ``[P]`` -> ``(node * heads + head) * C + slot`` ``[P, heads]``."""
+    head = torch.arange(heads, device=places.device)
+    first = (places // chunk_size * heads)[:, None] + head
+    return first * chunk_size + (places % chunk_size)[:, None]
+
+
+def _gather_by_head(gather: GatherIndex, heads: int, chunk_size: int) -> GatherIndex:
+    index = gather.index.view(-1, 1, chunk_size)
+    head = torch.arange(heads, device=index.device)
+    counts = gather.ptr.diff()
+    # A row's places stand together; now those of its first head come first, then those of its second.
+    place = torch.arange(len(gather.places), device=index.device)
+    moved = (place + (heads - 1) * gather.ptr[:-1].repeat_interleave(counts))[:, None]
+    moved = moved + counts.repeat_interleave(counts)[:, None] * head
+    places = torch.empty_like(moved).flatten()
+    places[moved.flatten()] = places_by_head(gather.places, heads, chunk_size).flatten()
+    return GatherIndex(
+        index=torch.where(index < 0, -1, index * heads + head[:, None]).flatten(),
+        ptr=torch.nn.functional.pad(counts.repeat_interleave(heads).cumsum(0), (1, 0)),
+        places=places,
+    )
 
 
 def _levels(

@@ -1,18 +1,16 @@
 """The chunkwise rules in PyTorch, all nodes at once but for the state recurrence."""
 
-from collections.abc import Callable
-
 import torch
 from torch.nn import functional as F
 
 from harts_hf.batch import LinearTables
 from harts_hf.kernels.checks import wide_dtype
 from harts_hf.kernels.gather.torch import gather_rows
-from harts_hf.kernels.linear_attention.chunk import ChunkParts
-from harts_hf.kernels.linear_attention.gated import gated_chunks
-from harts_hf.kernels.linear_attention.kimi import kimi_chunks
+from harts_hf.kernels.linear_attention.chunk import Chunks
+from harts_hf.kernels.linear_attention.gated import GatedChunks
+from harts_hf.kernels.linear_attention.kimi import KimiChunks
 from harts_hf.kernels.linear_attention.order import LevelOrder, level_order
-from harts_hf.kernels.linear_attention.scan import ChunkScan
+from harts_hf.kernels.linear_attention.scan import DeltaRule
 
 _EPSILON = 1e-6
 # The rounding of a batched matrix product depends on how its matrices lie in memory (seen with MKL): with channels
@@ -39,7 +37,7 @@ def gated_delta_rule(
     if use_qk_l2norm:  # as Transformers' GDN modules write it
         queries, keys = (x * torch.rsqrt(_square_sum(x) + _EPSILON) for x in (queries, keys))
     rows = (queries * scale, keys, v.to(dtype), g.to(dtype), beta.to(dtype))
-    return _run(gated_chunks, rows, tables, initial_states.to(dtype), export_nodes, q.dtype)
+    return _run(GatedChunks, rows, tables, initial_states.to(dtype), export_nodes, q.dtype)
 
 
 def kimi_delta_rule(
@@ -61,7 +59,7 @@ def kimi_delta_rule(
     if use_qk_l2norm:  # as Transformers' KDA modules write it
         queries, keys = (x / torch.sqrt(_square_sum(x) + _EPSILON) for x in (queries, keys))
     rows = (queries * scale, keys, v.to(dtype), g.to(dtype), beta.to(dtype))
-    return _run(kimi_chunks, rows, tables, initial_states.to(dtype), export_nodes, q.dtype)
+    return _run(KimiChunks, rows, tables, initial_states.to(dtype), export_nodes, q.dtype)
 
 
 def _square_sum(x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +67,7 @@ def _square_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def _run(
-    chunks: Callable[..., ChunkParts],
+    rule: type[Chunks],
     rows: tuple[torch.Tensor, ...],
     tables: LinearTables,
     initial_states: torch.Tensor,
@@ -83,10 +81,8 @@ def _run(
             f"expected initial_states for {int(order.initial.max()) + 1} boundary states, got {len(initial_states)}"
         )
     dim_k, dim_v = initial_states.shape[2:]
-    filled = (_filled(x, x.dim() - 2) for x in rows)
-    parts = chunks(*(_chunked(gather_rows(x, order.gather), order) for x in filled))
-    contiguous = (part.contiguous() for part in parts)
-    output, states = ChunkScan.apply(*contiguous, _filled(initial_states, 2), order)
+    inputs = (_chunked(_filled(x, x.dim() - 2), order) for x in rows)
+    output, states = DeltaRule.apply(rule, order, _filled(initial_states, 2), *inputs)
     return output[..., :dim_v].to(output_dtype), states[..., :dim_k, :dim_v]
 
 
@@ -96,6 +92,8 @@ def _filled(x: torch.Tensor, num_dims: int) -> torch.Tensor:
     return F.pad(x, [pad for size in reversed(missing) for pad in (0, size)]) if any(missing) else x
 
 
-def _chunked(places: torch.Tensor, order: LevelOrder) -> torch.Tensor:
-    """``[M * C, heads, ...]`` -> ``[M, heads, C, ...]`` contiguous."""
-    return places.unflatten(0, (order.num_nodes, order.chunk_size)).transpose(1, 2).contiguous()
+def _chunked(rows: torch.Tensor, order: LevelOrder) -> torch.Tensor:
+    """``[R, heads, ...]`` -> ``[M, heads, C, ...]``, zeros in empty slots."""
+    heads = rows.shape[1]
+    places = gather_rows(rows.flatten(0, 1), order.by_head(heads).gather)
+    return places.unflatten(0, (order.num_nodes, heads, order.chunk_size))
