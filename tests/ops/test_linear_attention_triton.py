@@ -295,10 +295,11 @@ def test_block_width_fills_the_chip_without_a_straggler():
 
 
 def test_only_trees_with_much_replay_are_split():
-    """A group is the whole tree up to a quarter more nodes than rows fill, else three quarters of those or an eighth."""
+    """One group up to a quarter more nodes than rows fill, else even ones of three quarters of those, or eight."""
     assert default_group_size(1280, 65536, 64) == 1280
-    assert default_group_size(1281, 65536, 64) == 768
-    assert default_group_size(9, 64, 64) == 384
+    assert default_group_size(1281, 65536, 64) == 641 + 32
+    assert default_group_size(1535, 65536, 64) == 768
+    assert default_group_size(384, 64, 64) == 384
     assert default_group_size(10**6, 64, 64) == 125_000
 
 

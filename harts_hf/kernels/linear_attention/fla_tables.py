@@ -223,7 +223,9 @@ def default_group_size(weight: int, num_rows: int, chunk_size: int) -> int:
     without_replay = -(-num_rows // chunk_size)
     if weight <= 1.25 * without_replay:
         return weight
-    return max(3 * without_replay // 4, 384, -(-weight // 8))
+    most = max(3 * without_replay // 4, 384, -(-weight // 8))
+    groups = -(-weight // most)
+    return min(most, -(-weight // groups) + 32)  # even groups, and some room, since chains are not cut
 
 
 def _group_bounds(weights: IntArray, limit: int) -> list[int]:
