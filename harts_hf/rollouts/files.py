@@ -9,6 +9,8 @@ optional ``tools``; needs a tokenizer), and optionally, a value a token where a 
 
 import gzip
 import json
+import sys
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +24,8 @@ from harts_hf.errors import RolloutFileError
 from harts_hf.tree import IntArray, RolloutTree
 
 ROLLOUT_KEYS = ("group", "token_ids", "messages", "tools", "loss_mask", "advantage", "reward", "old_logprobs")
+# No vocabulary is larger, and some kernels hold token ids in 32 bits.
+MAX_TOKEN_ID = 2**31 - 1
 SHAPE_KEYS = ("group", "parent", "length", "sample_node", "reward", "trained")
 
 
@@ -90,6 +94,7 @@ def read_rollouts(path: str | Path, tokenizer: Any = None) -> list[RolloutGroup]
     path = Path(path)
     rollouts: dict[str, list[Rollout]] = {}
     shapes: list[RolloutGroup] = []
+    unit = "row" if path.suffix == ".parquet" else "line"
     for number, text in _lines(path):
         try:
             row = _parse(text)
@@ -100,7 +105,6 @@ def read_rollouts(path: str | Path, tokenizer: Any = None) -> list[RolloutGroup]
             if shapes and rollouts:
                 raise ValueError("expected rollouts only or shapes only, got both in one file")
         except ValueError as error:
-            unit = "row" if path.suffix == ".parquet" else "line"
             raise RolloutFileError(f"{path}, {unit} {number}: {error}") from error
     if not shapes and not rollouts:
         raise RolloutFileError(f"{path}: expected at least one trajectory, got an empty file")
@@ -109,20 +113,26 @@ def read_rollouts(path: str | Path, tokenizer: Any = None) -> list[RolloutGroup]
 
 def _lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Numbered lines of text, or numbered rows of a Parquet file."""
-    name = path.name
-    if name.endswith(".parquet"):
+    number = 0
+    if path.name.endswith(".parquet"):
         import pyarrow.parquet
 
-        number = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield number, {key: value for key, value in row.items() if value is not None}
-    elif name.endswith((".jsonl", ".jsonl.gz")):
-        with gzip.open(path, "rb") if name.endswith(".gz") else path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield number, line
+        try:
+            for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, {key: value for key, value in row.items() if value is not None}
+        except pyarrow.ArrowException as error:
+            raise RolloutFileError(f"{path}, after row {number}: expected a Parquet file ({error})") from error
+    elif path.name.endswith((".jsonl", ".jsonl.gz")):
+        try:
+            with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+                for line in lines:
+                    number += 1
+                    if line.strip():
+                        yield number, line
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise RolloutFileError(f"{path}, after line {number}: expected a whole gzip file ({error})") from error
     else:
         raise RolloutFileError(f"{path}: expected a .jsonl, .jsonl.gz or .parquet file")
 
@@ -132,7 +142,7 @@ def _parse(text: Any) -> Mapping[str, Any]:
         return text
     try:
         row = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"expected a JSON object, got invalid JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, got {type(row).__name__}")
@@ -162,13 +172,15 @@ def _rollout(row: Mapping[str, Any], tokenizer: Any) -> Rollout:
         mask = template_mask if mask is None else mask
     else:
         tokens = row["token_ids"]
-    token_ids = _list("token_ids", tokens, None, "iu").astype(np.int64)
+    token_ids = _integers("token_ids", tokens)
     if token_ids.min() < 0:
         raise ValueError(f"expected token ids of at least 0, got {token_ids.min()}")
+    if token_ids.max() > MAX_TOKEN_ID:
+        raise ValueError(f"expected token ids of at most {MAX_TOKEN_ID}, got {token_ids.max()}")
     size = len(token_ids)
     advantage = row.get("advantage")
     if isinstance(advantage, list):
-        advantage = _list("advantage", advantage, size, "iuf").astype(np.float64)
+        advantage = _floats("advantage", advantage, size)
     elif advantage is not None:
         advantage = _number("advantage", advantage)
     logprobs = row.get("old_logprobs")
@@ -177,21 +189,23 @@ def _rollout(row: Mapping[str, Any], tokenizer: Any) -> Rollout:
         loss_mask=None if mask is None else _mask(mask, size),
         advantage=advantage,
         reward=_number("reward", row["reward"]) if row.get("reward") is not None else None,
-        old_logprobs=None if logprobs is None else _list("old_logprobs", logprobs, size, "iuf").astype(np.float64),
+        old_logprobs=None if logprobs is None else _floats("old_logprobs", logprobs, size),
     )
 
 
 def _tokenize(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[int] | None]:
     if tokenizer is None:
         raise ValueError("messages need a tokenizer, and none was given")
-    messages = row["messages"]
+    messages, tools = row["messages"], row.get("tools")
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         raise ValueError("expected messages to be a non-empty list of objects")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError("expected tools to be a list of objects")
     marks_generations = "{% generation" in (getattr(tokenizer, "chat_template", None) or "").replace("{%-", "{%")
     try:
         encoded = tokenizer.apply_chat_template(
             messages,
-            tools=row.get("tools"),
+            tools=tools,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=marks_generations,
@@ -207,13 +221,8 @@ def _shape(row: Mapping[str, Any]) -> RolloutGroup:
     missing = [key for key in ("length", "sample_node") if key not in row]
     if missing:
         raise ValueError(f"expected a shape with parent, length and sample_node, got none of {', '.join(missing)}")
-    tree = RolloutTree.from_shape(row["parent"], row["length"], row["sample_node"])
-    count = tree.num_trajectories
-    rewards = row.get("reward") or [None] * count
-    trained = row.get("trained") or [None] * count
-    for key, values in (("reward", rewards), ("trained", trained)):
-        if not isinstance(values, list) or len(values) != count:
-            raise ValueError(f"expected {key} to be a list of {count} values, one a trajectory")
+    tree = RolloutTree.from_shape(*(_integers(key, row[key]) for key in ("parent", "length", "sample_node")))
+    rewards, trained = (_per_trajectory(key, row.get(key), tree.num_trajectories) for key in ("reward", "trained"))
     rollouts = tuple(
         Rollout(
             token_ids=None,
@@ -225,48 +234,73 @@ def _shape(row: Mapping[str, Any]) -> RolloutGroup:
     return RolloutGroup(name=name, rollouts=rollouts, shape=tree)
 
 
+def _per_trajectory(key: str, values: Any, count: int) -> list[Any]:
+    if values is None:
+        return [None] * count
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError(f"expected {key} to be a list of {count} values, one a trajectory")
+    return values
+
+
 def _spans(spans: Any, length: int) -> NDArray[np.bool_]:
     mask = np.zeros(length, bool)
-    for span in spans:
-        if len(span) != 2 or not 0 <= span[0] <= span[1] <= length:
+    for span in spans if isinstance(spans, list) else [spans]:
+        is_pair = isinstance(span, list) and [type(end) for end in span] == [int, int]
+        if not is_pair or not 0 <= span[0] <= span[1] <= length:
             raise ValueError(f"expected trained spans [start, end) within {length} tokens, got {span}")
         mask[span[0] : span[1]] = True
     return mask
 
 
-def _list(key: str, value: Any, size: int | None, kinds: str) -> NDArray[Any]:
-    """``value`` as a 1-D array of ``size`` finite numbers of the NumPy ``kinds``."""
-    what = "integers" if kinds == "iu" else "numbers"
-    array = _as_array(value)
-    if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
-        raise ValueError(f"expected {key} to be a list of {what}")
-    if array.size == 0:
+def _check_list(key: str, value: Any, size: int | None, types: set[type], what: str) -> list[Any]:
+    """``value`` if it is a list of ``size`` values of exactly these types: to Python a bool is an int."""
+    if not isinstance(value, list):
+        raise ValueError(f"expected {key} to be a list of {what}, got {_shortened(value)}")
+    if not value:
         raise ValueError(f"expected {key} of at least one value, got an empty list")
-    if size is not None and len(array) != size:
-        raise ValueError(f"expected {key} of {size} values, one a token, got {len(array)}")
+    if not types.issuperset(map(type, value)):
+        place = next(place for place, entry in enumerate(value) if type(entry) not in types)
+        raise ValueError(f"expected {key} to be a list of {what}, got {_shortened(value[place])} at position {place}")
+    if size is not None and len(value) != size:
+        raise ValueError(f"expected {key} of {size} values, one a token, got {len(value)}")
+    return value
+
+
+def _integers(key: str, value: Any) -> IntArray:
+    try:
+        return np.array(_check_list(key, value, None, {int}, "integers"), np.int64)
+    except OverflowError as error:
+        largest = max(value, key=abs)
+        raise ValueError(f"expected {key} to be integers of 64 bits, got {_shortened(largest)}") from error
+
+
+def _floats(key: str, value: Any, size: int) -> NDArray[np.float64]:
+    try:
+        array = np.array(_check_list(key, value, size, {int, float}, "numbers"), np.float64)
+    except OverflowError as error:
+        raise ValueError(f"expected {key} to be numbers that a float can hold") from error
     if not np.isfinite(array).all():
         place = int(np.flatnonzero(~np.isfinite(array))[0])
         raise ValueError(f"expected {key} to be finite, got {array[place]} at position {place}")
     return array
 
 
-def _as_array(value: Any) -> NDArray[Any] | None:
-    try:
-        return np.asarray(value) if isinstance(value, list) else None
-    except (ValueError, OverflowError):  # ragged nested lists
-        return None
-
-
 def _mask(value: Any, size: int) -> NDArray[np.bool_]:
-    mask = _list("loss_mask", value, size, "iub")
-    if not ((mask == 0) | (mask == 1)).all():
-        raise ValueError(f"expected loss_mask to hold 0 and 1, got {mask[(mask != 0) & (mask != 1)][0]}")
-    return mask.astype(bool)
+    mask = _check_list("loss_mask", value, size, {int, bool}, "0 and 1")
+    wrong = set(mask) - {0, 1}
+    if wrong:
+        raise ValueError(f"expected loss_mask to hold 0 and 1, got {_shortened(min(wrong))}")
+    return np.array(mask, bool)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _number(key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"expected {key} to be a number, got {value!r}")
-    if not np.isfinite(value):
-        raise ValueError(f"expected {key} to be finite, got {value}")
+        raise ValueError(f"expected {key} to be a number, got {_shortened(value)}")
+    if not abs(value) <= sys.float_info.max:  # NaN, too
+        raise ValueError(f"expected {key} to be finite, got {_shortened(value)}")
     return float(value)

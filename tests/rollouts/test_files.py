@@ -97,7 +97,22 @@ def test_messages(tmp_path):
         ({"group": "a", "token_ids": [1], "messages": []}, "either token_ids or messages"),
         ({"group": "a", "token_ids": []}, "token_ids of at least one value, got an empty list"),
         ({"group": "a", "token_ids": [1, -5]}, "token ids of at least 0, got -5"),
-        ({"group": "a", "token_ids": [1, 2.5]}, "token_ids to be a list of integers"),
+        ({"group": "a", "token_ids": [1, 2.5]}, "token_ids to be a list of integers, got 2.5 at position 1"),
+        ({"group": "a", "token_ids": [1, 3.0]}, "token_ids to be a list of integers, got 3.0 at position 1"),
+        ({"group": "a", "token_ids": [1, True]}, "token_ids to be a list of integers, got True at position 1"),
+        ({"group": "a", "token_ids": [1, None]}, "token_ids to be a list of integers, got None at position 1"),
+        ({"group": "a", "token_ids": [1, "2"]}, "token_ids to be a list of integers, got '2' at position 1"),
+        ({"group": "a", "token_ids": [1, [2]]}, r"token_ids to be a list of integers, got \[2\] at position 1"),
+        ('{"group": "a", "token_ids": [1, NaN]}', "token_ids to be a list of integers, got nan at position 1"),
+        ({"group": "a", "token_ids": [1, 2**31]}, "token ids of at most 2147483647, got 2147483648"),
+        ({"group": "a", "token_ids": [1, 2**64]}, "token_ids to be integers of 64 bits, got 18446744073709551616"),
+        ('{"group": ' + "[" * 100_000, "invalid JSON"),
+        ({"group": "a", "token_ids": [1], "loss_mask": [1.0]}, "loss_mask to be a list of 0 and 1, got 1.0"),
+        ({"group": "a", "token_ids": [1], "advantage": [True]}, "advantage to be a list of numbers, got True"),
+        ({"group": "a", "token_ids": [1], "old_logprobs": [None]}, "old_logprobs to be a list of numbers, got None"),
+        ({"group": "a", "token_ids": [1], "old_logprobs": [10**400]}, "old_logprobs to be numbers that a float can"),
+        ({"group": "a", "token_ids": [1], "reward": 10**400}, "reward to be finite, got 1000"),
+        ({"group": "a", "token_ids": [1], "reward": False}, "reward to be a number, got False"),
         ({"group": "a", "token_ids": [[1], [2, 3]]}, "token_ids to be a list of integers"),
         ({"group": "a", "token_ids": "1 2"}, "token_ids to be a list of integers"),
         ({"group": "a", "token_ids": [1, 2], "loss_mask": [1]}, "loss_mask of 2 values, one a token, got 1"),
@@ -131,6 +146,13 @@ def test_broken_line_is_named(tmp_path, row, message):
         ({"parent": [-1], "length": [1], "sample_node": [0], "reward": [1, 2]}, "reward to be a list of 1 values"),
         ({"parent": [-1], "length": [1], "sample_node": [0], "trained": [[[0, 2]]]}, "within 1 tokens"),
         ({"parent": [-1], "length": [1], "sample_node": [0], "rewards": [1]}, "unknown key 'rewards'"),
+        ({"parent": [-1], "length": [True], "sample_node": [0]}, "length to be a list of integers, got True"),
+        ({"parent": -1, "length": [1], "sample_node": [0]}, "parent to be a list of integers, got -1"),
+        ({"parent": [-1], "length": [2.0], "sample_node": [0]}, "length to be a list of integers, got 2.0"),
+        ({"parent": [-1], "length": [1], "sample_node": [0], "reward": 0}, "reward to be a list of 1 values"),
+        ({"parent": [-1], "length": [1], "sample_node": [0], "trained": [3]}, "trained spans .* got 3"),
+        ({"parent": [-1], "length": [2], "sample_node": [0], "trained": [[0, 1]]}, "trained spans .* got 0"),
+        ({"parent": [-1], "length": [2], "sample_node": [0], "trained": [[[0.5, 1]]]}, r"trained spans .* got \[0.5"),
     ],
 )
 def test_broken_shape_is_named(tmp_path, row, message):
@@ -146,6 +168,39 @@ def test_broken_row_of_parquet_is_named(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "r.parquet")
     with pytest.raises(RolloutFileError, match=r"row 2: expected token ids of at least 0"):
         read_rollouts(tmp_path / "r.parquet")
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (pyarrow.array([["1"]]), "token_ids to be a list of integers, got '1'"),
+        (pyarrow.array([[1.0]]), "token_ids to be a list of integers, got 1.0"),
+        (pyarrow.array([[True]]), "token_ids to be a list of integers, got True"),
+        (pyarrow.array([[1, None]]), "token_ids to be a list of integers, got None at position 1"),
+        (pyarrow.array([1]), "token_ids to be a list of integers, got 1"),
+        (pyarrow.array([b"1"]), "token_ids to be a list of integers, got b'1'"),
+    ],
+)
+def test_columns_of_a_wrong_type_are_named(tmp_path, column, message):
+    """Parquet brings its own types; only lists of integers are token ids."""
+    pyarrow.parquet.write_table(pyarrow.table({"group": ["a"], "token_ids": column}), tmp_path / "r.parquet")
+    with pytest.raises(RolloutFileError, match=rf"r\.parquet, row 1: expected {message}"):
+        read_rollouts(tmp_path / "r.parquet")
+
+
+def test_damaged_files_are_named(tmp_path):
+    """A file cut short, or of another format than its name says, is an error of that file."""
+    rows = [{"group": "a", "token_ids": np.random.default_rng(0).integers(0, 9, 500).tolist()}] * 2
+    whole = write(tmp_path / "whole.jsonl.gz", rows).read_bytes()
+    for name, content, message in (
+        ("short.jsonl.gz", whole[:-9], "after line [0-2]: expected a whole gzip file"),
+        ("changed.jsonl.gz", whole[:60] + bytes(40) + whole[100:], "after line [0-2]: expected a whole gzip file"),
+        ("text.jsonl.gz", b"{}", "after line 0: expected a whole gzip file"),
+        ("text.parquet", b"{}", "after row 0: expected a Parquet file"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(RolloutFileError, match=rf"{name}, {message}"):
+            read_rollouts(tmp_path / name)
 
 
 def test_files_that_cannot_be_read(tmp_path):
