@@ -77,6 +77,8 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     begin, killed = time.monotonic(), {}
+    if arguments.dry_run:  # few and slow cores
+        LIMITS.update({stage: 8 * limit for stage, limit in LIMITS.items()})
 
     def save() -> None:
         text = json.dumps(merge(arguments.folder, families, killed), indent=1)

@@ -66,7 +66,7 @@ class Stage:
 
         model = build_model(self.family, self.dry, SEED)
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        options = {"use_cpu": self.dry, "bf16": not self.dry}
+        options = {"use_cpu": self.dry, "bf16": not self.dry, "router_aux_loss_coef": 0.0}
         arguments = TreeGRPOConfig(**recorded.arguments(self.folder / f"{self.family}-train", **options))
         trainer = TreeGRPOTrainer(
             model, recorded.recorded_reward, args=arguments, train_dataset=recorded.dataset(),
