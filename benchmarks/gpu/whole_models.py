@@ -21,7 +21,7 @@ _COMMON = {
     "bos_token_id": 1,
 }
 _MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-_SIGMOID_MOE = {"num_local_experts": 64, "num_experts_per_tok": 8}
+_SIGMOID_MOE = {"num_local_experts": 16, "num_experts_per_tok": 4}
 _QWEN = {
     "num_attention_heads": 16,
     "num_key_value_heads": 2,
@@ -33,8 +33,8 @@ _QWEN = {
     "hidden_size": 2048,
 }
 _SOFTMAX_MOE = {
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
     "router_aux_loss_coef": 0.0,

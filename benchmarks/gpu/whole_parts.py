@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from whole import PARTS
+from whole import ONLY, PARTS
 from whole_models import build_model, bush, draw_tokens, shape_window, spine
 
 from harts_hf import PlannerConfig, TreeGRPOConfig, TreeGRPOTrainer, patch
@@ -261,6 +261,8 @@ def main() -> None:
     arguments = parser.parse_args()
     stage = Stage(arguments.family, arguments.folder, arguments.shapes, arguments.dry_run)
     for part in PARTS[arguments.stage]:
+        if arguments.family not in ONLY.get(part, (arguments.family,)):
+            continue
         begin = time.monotonic()
         try:
             entry = getattr(stage, part)()
