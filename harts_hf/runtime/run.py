@@ -96,7 +96,7 @@ class WindowRun:
         self.scoring_model = model if scoring_model is None else scoring_model
         self.options = options or HeadOptions()
         self.handoff = Handoff(count_readers(window.batches), offload=offload, expand_latents=expand_latents)
-        self._deterministic = deterministic
+        self.deterministic = deterministic
         self.recompute_difference = 0.0
         self._sync_context = sync_context
         self._ops, self._num_scoring = _ops_of(window, mode, count)
@@ -252,7 +252,7 @@ class WindowRun:
         """Lets a microbatch hand over through this run: another run of the window may have come between."""
         batch = self._batch(index)
         batch.handoff = self.handoff if batch.imports or batch.exports else None
-        batch.deterministic = self._deterministic
+        batch.deterministic = self.deterministic
 
     def _batch(self, index: int) -> TreeBatch:
         return self.window.dummy if index == DUMMY else self.window.batches[index]

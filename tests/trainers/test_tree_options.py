@@ -311,8 +311,7 @@ def test_handoff_options_reach_the_run(tmp_path, monkeypatch):
     class Spy(step.WindowRun):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            deterministic = {batch.deterministic for batch in self.window.batches}
-            seen.append((self.handoff.expand_latents, self.handoff.offload, *deterministic))
+            seen.append((self.handoff.expand_latents, self.handoff.offload, self.deterministic))
 
     monkeypatch.setattr(step, "WindowRun", Spy)
     tree_run(tmp_path / "default", max_steps=1)
