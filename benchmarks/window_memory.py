@@ -1,9 +1,9 @@
 """Peak memory of windows against the planner's counts: `python -m benchmarks.window_memory` (CPU).
 
-Three questions. Does the peak follow the planner's counts (network rows and chunk nodes whose graphs are alive, rows
-that those read from trunks, handed rows and states, rows of the running microbatch) times bytes that were fitted on
-other windows? Does it stay flat when the tree grows 8 times at the same depth and budget? Is everything freed at the
-end? Nothing is reported unless the windows' log-probs and gradients are those of the unpatched model in float64.
+Four questions. Does the peak follow the planner's counts (``Schedule.memory_counts``) times bytes that were fitted on
+other windows? Does it stay flat when the tree grows 8 times at the same depth and budget? What does a limit on handed
+bytes save, and cost in forward rows? Is everything freed at the end? Nothing is reported unless the windows' log-probs
+and gradients are those of the unpatched model in float64.
 
 Memory is that of tensors made by torch operations during the run, counted by storages (``LiveBytes``); parameters,
 their gradients and the tables of the microbatches are there before and do not count.
@@ -14,6 +14,7 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from torch import nn
 
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.tree_build import describe_machine
+from benchmarks.window_limits import limits_to_try, real_windows
 from benchmarks.window_workloads import MODELS, SEED, Case, build_model, trees
-from harts_hf import Schedule, patch, unpatch
+from harts_hf import RolloutTree, Schedule, patch, unpatch
 from harts_hf.modeling.widening import float64_everywhere
 from harts_hf.planner.memory import MemoryCounts
 from harts_hf.runtime import Coefficients, TreeWindow, WindowRun
@@ -185,7 +187,8 @@ def study(family: str) -> dict[str, Any]:
         "worst_error_of_predicted_windows": worst,
         "bar_met": worst <= BAR,
         "windows": windows,
-        "growth": growth(model, rows),
+        "growth": growth(model, rows, per_unit),
+        "limits": limits(model, rows["8 histories"]),
     }
 
 
@@ -195,7 +198,7 @@ def studies() -> dict[str, Any]:
         return dict(zip(MODELS, pool.map(study, MODELS), strict=True))
 
 
-def growth(model: nn.Module, rows: dict[str, list[np.ndarray]]) -> list[dict[str, Any]]:
+def growth(model: nn.Module, rows: dict[str, list[np.ndarray]], per_unit: np.ndarray) -> list[dict[str, Any]]:
     """Peaks of a tree and of one about 8 times as large, equally deep, at the same limits."""
     results = []
     for execution, limits in (
@@ -204,20 +207,42 @@ def growth(model: nn.Module, rows: dict[str, list[np.ndarray]]) -> list[dict[str
         ("nested", {"max_graph_tokens": 512}),
         ("keep", {}),
     ):
-        peaks, tokens, handed = [], [], []
+        peaks, tokens, handed, forwards, errors = [], [], [], [], []
         for tree in ("1 history", "8 histories"):
             schedule, ops, _ = measure(model, rows[tree], Case(tree=tree, execution=execution, budget=256, **limits))
             peaks.append(int(ops.max()))
             tokens.append(schedule.tree.num_tokens)
             handed.append(schedule.peak_handoff_tokens)
+            forwards.append(schedule.forward_tokens)
+            errors.append(round(float((features(schedule) @ per_unit).max()) / peaks[-1] - 1, 4))
         results.append(
             {
                 "execution": execution,
                 "limits": limits,
                 "unique_tokens": tokens,
+                "forward_rows": forwards,
                 "peak_handed_rows": handed,
                 "peak_bytes": peaks,
+                "errors_of_predictions": errors,
                 "ratio": round(peaks[1] / peaks[0], 3),
+            }
+        )
+        print(results[-1], flush=True)
+    return results
+
+
+def limits(model: nn.Module, trajectories: list[np.ndarray]) -> list[dict[str, Any]]:
+    """What limits on handed bytes cost and save in replay on a wide tree."""
+    case = Case(tree="8 histories", execution="replay", budget=256)
+    results = []
+    for limit in limits_to_try(RolloutTree.from_trajectories(trajectories), case.planner):
+        schedule, ops, _ = measure(model, trajectories, replace(case, max_handoff_bytes=limit))
+        results.append(
+            {
+                "max_handoff_bytes": limit,
+                "planned_handoff_bytes": schedule.peak_handoff_bytes,
+                "forward_rows_over_unique": round(schedule.forward_tokens / schedule.tree.num_tokens, 3),
+                "peak_bytes": int(ops.max()),
             }
         )
         print(results[-1], flush=True)
@@ -257,6 +282,7 @@ def main() -> None:
         "parity": "float64, log-probs 1e-10, gradients 1e-9 of each parameter's largest, every execution: passed",
         "bar": BAR,
         "models": studies(),
+        "limits_of_real_windows": real_windows(),
     }
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n")
