@@ -118,6 +118,12 @@ def _tokenizer(options: argparse.Namespace) -> Any:
     return AutoTokenizer.from_pretrained(name)
 
 
+def _is_random(name: str) -> bool:
+    """Whether the name is a configuration alone, whose model gets random weights."""
+    path = Path(name)
+    return path.exists() and not any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+
+
 def _load(name: str, dtype: Any, seed: int) -> Any:
     """A pretrained model, or a random one where only a configuration is given."""
     import torch
@@ -126,8 +132,7 @@ def _load(name: str, dtype: Any, seed: int) -> Any:
 
     logging.set_verbosity_error()  # how fast the expanded computation is does not matter here
     path = Path(name)
-    has_weights = path.is_dir() and any(path.glob("*.safetensors"))
-    if has_weights or not path.exists():
+    if not _is_random(name):
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     if path.is_file():
         content = json.loads(path.read_text())
@@ -157,8 +162,8 @@ def _about(model: Any, options: argparse.Namespace) -> dict[str, str]:
     installed = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     versions = f"harts_hf {harts_hf.__version__}, {installed}"
     return {
-        "model": f"{options.model}: {model.config.model_type}, {parameters:,} parameters, {options.dtype} on "
-        f"{options.device}",
+        "model": f"{options.model}: {model.config.model_type}, {parameters:,} parameters"
+        f"{' (RANDOM WEIGHTS)' if _is_random(options.model) else ''}, {options.dtype} on {options.device}",
         "rollouts": options.rollouts,
         "versions": f"{versions}; seed {options.seed}",
     }

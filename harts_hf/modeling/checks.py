@@ -7,6 +7,7 @@ import transformers
 from packaging.version import Version
 from torch import nn
 
+from harts_hf.batch.handoff import CONV_ANCESTORS
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling.families import Family
 
@@ -42,6 +43,7 @@ def check_model(model: nn.Module, family: Family) -> None:
         if not hasattr(family.module, getattr(family, name)):
             raise UnsupportedModelError(f"transformers has no {getattr(family, name)} in {family.module.__name__}")
     _check_layers(config)
+    _check_convolutions(model)
     _check_rope(config)
     _check_head(model, config)
     check_dropout(model)
@@ -85,6 +87,15 @@ def _check_layers(config: Any) -> None:
         raise UnsupportedModelError("expected at least one linear_attention layer, got none")
 
 
+def _check_convolutions(model: nn.Module) -> None:
+    widths = {name: m.kernel_size[0] for name, m in model.named_modules() if isinstance(m, nn.Conv1d)}
+    for name, width in widths.items():
+        if width > CONV_ANCESTORS + 1:
+            raise UnsupportedModelError(
+                f"expected convolutions of at most {CONV_ANCESTORS + 1} taps, got {width} in {name}"
+            )
+
+
 def _check_rope(config: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
@@ -102,13 +113,7 @@ def _check_head(model: Any, config: Any) -> None:
             f"expected a plain nn.Linear as the language-model head, got {type(head).__name__} (adapters on the head "
             "are not supported: leave lm_head out of target_modules)"
         )
-    for name in (
-        "final_logit_softcapping",
-        "logit_scale",
-        "output_multiplier",
-        "lm_head_multiplier",
-        "logits_scaling",
-    ):
+    for name in LOGIT_SCALES:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise UnsupportedModelError(f"expected plain logits, got {name}={getattr(config, name)}")
 

@@ -9,6 +9,7 @@ from harts_hf.planner.linear_calls import (
     min_linear_calls,
 )
 from harts_hf.planner.microbatch import Microbatch
+from harts_hf.planner.orders import LimitError
 from harts_hf.planner.schedule import Schedule
 from harts_hf.planner.windows import no_sharing_bound, plan_window
 
@@ -17,6 +18,7 @@ __all__ = [
     "ChainDecomposition",
     "ChunkTree",
     "CostModel",
+    "LimitError",
     "Microbatch",
     "PlannerConfig",
     "Schedule",

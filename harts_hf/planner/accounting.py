@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import ceil
 
 import numpy as np
@@ -183,11 +182,6 @@ class Exports:
                 value_bytes=ceil(of_rows + of_states - gradients),
                 gradient_bytes=ceil(gradients),
             )
-
-    @cached_property
-    def total_rows(self) -> int:
-        """Handed rows of all trunks."""
-        return sum(export.rows for export in self.of.values())
 
 
 def intersect(first: IntArray, second: IntArray) -> IntArray:

@@ -176,11 +176,6 @@ class Schedule:
         """Estimated time of the step: the sum over ops of the slowest rank's op."""
         return sum(max(self.op_seconds(op) for op in ops) for ops in zip(*self._aligned, strict=True))
 
-    @property
-    def estimated_rank_seconds(self) -> list[float]:
-        """Estimated time of each rank's own ops."""
-        return [sum(self.op_seconds(op) for op in ops) for ops in self.rank_ops]
-
     # ---- proof, text --------------------------------------------------------------------------------------------
 
     def validate(self) -> None:

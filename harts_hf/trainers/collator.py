@@ -1,5 +1,6 @@
 """The data collator: trajectories in, a planned window out."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harts_hf.planner import PlannerConfig
+from harts_hf.errors import HartsWarning
+from harts_hf.planner import LimitError, PlannerConfig
 from harts_hf.runtime import TreeWindow
 
 
@@ -26,6 +28,10 @@ class TreeDataCollator:
     def __call__(self, features: Sequence[Any]) -> TreeWindow:
         """Plans one window.
 
+        Limits of memory that no schedule of these trajectories can meet are raised to the smallest that work, with a
+        :class:`HartsWarning`: the longest trajectory to come is not known when a training starts, and should not end
+        it.
+
         Args:
             features: trajectories: 1-D integer arrays, or mappings with ``input_ids`` and optionally
                 ``attention_mask`` (padding is dropped), each 1-D.
@@ -34,7 +40,12 @@ class TreeDataCollator:
             ValueError: no trajectory, an empty one, a mask of another length, token ids outside the vocabulary.
         """
         trajectories = [_real_tokens(feature, index) for index, feature in enumerate(features)]
-        return TreeWindow(trajectories, self.planner, vocab_size=self.vocab_size)
+        try:
+            return TreeWindow(trajectories, self.planner, vocab_size=self.vocab_size)
+        except LimitError as error:
+            warnings.warn(f"{error}; this window runs with that", HartsWarning, stacklevel=2)
+            raised: Any = error.needed
+            return TreeWindow(trajectories, replace(self.planner, **raised), vocab_size=self.vocab_size)
 
     def for_execution(self, execution: str, *, can_skip_scoring: bool) -> "TreeDataCollator":
         """The collator with an execution of the planner chosen.

@@ -28,7 +28,8 @@ class TreeOptions:
             `"auto"` is `"nested"` without a scoring pass where that is exact, `"replay"` elsewhere.
         tree_max_graph_tokens (`int`, *optional*):
             Rows whose graphs may be alive at once. No limit if unset, except that `tree_execution="auto"` keeps at
-            most two microbatches.
+            most two microbatches. A window that cannot keep this limit, or the next one, runs with the smallest that
+            it can keep: a warning says so, and the metric `tree/limits_raised`.
         tree_max_handoff_bytes (`int`, *optional*):
             Bytes of states handed between microbatches that may be alive at once, as the planner estimates them.
         tree_offload_handoff (`bool`, *optional*, defaults to `False`):
@@ -136,6 +137,11 @@ class TreeGRPOConfig(TreeOptions, GRPOConfig):
         self.check_tree_options()
         if self.tree_credit not in CREDITS:
             raise ValueError(f"expected tree_credit to be one of {', '.join(CREDITS)}, got {self.tree_credit!r}")
+        if self.tree_credit == "turn" and self.multi_objective_aggregation != "sum_then_normalize":
+            raise ValueError(
+                "expected multi_objective_aggregation='sum_then_normalize' with tree_credit='turn' (rewards are "
+                f"summed before they are compared below each turn), got {self.multi_objective_aggregation!r}"
+            )
 
 
 @dataclass

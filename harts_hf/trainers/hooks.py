@@ -88,14 +88,14 @@ class TreeHooks:
         if self._tree_leaves is not None:
             log_probs, entropies = self._tree_leaves
             assert log_probs.shape == (len(input_ids), logits_to_keep)
-            return log_probs, entropies, None
+            return log_probs, entropies.float(), None  # TRL compares them with a float32 quantile of theirs
         if torch.is_grad_enabled():
             raise ValueError("expected scoring without gradients outside a tree training step")
         rows = PaddedRows.from_tensors(input_ids, attention_mask, logits_to_keep)
         window, (index,) = plan_rows([rows], self._tree_collator)
         run = self._tree_run(model, window.to(input_ids.device), mode="score")
         scores = run.score(return_entropy=compute_entropy)
-        entropy = None if scores.entropy is None else spread(scores.entropy, index)
+        entropy = None if scores.entropy is None else spread(scores.entropy, index).float()
         return spread(scores.log_probs, index), entropy, None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,8 @@ def _check_arguments(trainer: Any) -> None:
     args = trainer.args
     check_backend(trainer.accelerator, args.tree_execution)
     kwargs = args.gradient_checkpointing_kwargs or {}
-    optimizers = (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
+    # They step inside the backward, so several times in a window of several microbatches.
+    optimizers = [name for name in OptimizerNames if name.endswith(("lomo", "layerwise"))]
     refused: list[tuple[bool, str, str]] = [
         (getattr(trainer, "aux_loss_enabled", False), "", AUX_LOSS_MESSAGE),
         (args.fp16, "bf16 or fp32 training (states would overflow in fp16)", "fp16=True"),

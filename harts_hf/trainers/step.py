@@ -61,6 +61,7 @@ class TreeStep(_BaseTrainer):
         prevented = reason_to_score(self, slices) if self.accelerator.num_processes == 1 else "several_processes"
         collator = self._tree_collator.for_execution(self.args.tree_execution, can_skip_scoring=prevented is None)
         window, indices = plan_rows([_padded_rows(one) for one in slices], collator)
+        self._log_tree("limits_raised", window.schedule.config != collator.planner)
         window.to(self.args.device)
         self._log_tree("planning_seconds", time.perf_counter() - started)
         coefficients = None

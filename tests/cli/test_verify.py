@@ -112,6 +112,7 @@ def test_shapes_and_configurations(form, data_dir, tmp_path, capsys):
     status, output = run("--model", model, shapes, "--max-tokens", 400, "--draws", 2, "--no-oracle", capsys=capsys)
     assert status == 0, output.out
     assert "trajectories cut to fit; tokens drawn at random" in output.out
+    assert "RANDOM WEIGHTS" in output.out
 
 
 def test_unsupported_models_are_named(tmp_path, rollouts, capsys):

@@ -45,6 +45,14 @@ def test_layer_types(layer):
     refused(model, layer)
 
 
+@pytest.mark.parametrize(
+    ("family", "key"), [("qwen3_5_text", "linear_conv_kernel_dim"), ("olmo_hybrid", "linear_conv_kernel_dim")]
+)
+def test_wide_convolutions(family, key):
+    """Three ancestors are handed over, so four taps are the most."""
+    refused(tiny_model(family, **{key: 5}), "convolutions of at most 4 taps, got 5 in model.layers.0")
+
+
 def test_lightning_layers_of_ling_2_6():
     """Ling-2.6 has Ling-3.0's model_type; keys that only lightning layers have tell them apart."""
     refused(tiny_model("bailing_hybrid", group_norm_size=4, linear_silu=True), "lightning attention.*Ling-2.6")

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from harts_hf import TreeGMPOConfig, TreeGMPOTrainer, TreeGRPOConfig, TreeGRPOTrainer, UnsupportedModelError
+from harts_hf.errors import HartsWarning
 from harts_hf.trainers import step
 
 METRICS = {
@@ -19,6 +20,7 @@ METRICS = {
     "backward_tokens",
     "expanded_tokens",
     "replay_tokens",
+    "limits_raised",
     "linear_calls",
     "microbatches",
     "oversized_microbatches",
@@ -242,6 +244,10 @@ def test_token_advantages_need_a_loss_that_knows_them(tmp_path):
         ({"tree_max_tokens_per_microbatch": 63}, "max_tokens_per_microbatch of at least 64"),
         ({"tree_sharing": "sometimes"}, "sharing to be one of auto, always, never"),
         ({"tree_credit": "token"}, "tree_credit to be one of trajectory, turn"),
+        (
+            {"tree_credit": "turn", "multi_objective_aggregation": "normalize_then_sum"},
+            "multi_objective_aggregation='sum_then_normalize' with tree_credit='turn'",
+        ),
     ],
 )
 def test_bad_options(options, message, tmp_path):
@@ -256,6 +262,7 @@ def test_bad_options(options, message, tmp_path):
         ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
         ({"torch_compile": True}, "torch_compile"),
         ({"optim": "adalomo"}, "optim=OptimizerNames.ADALOMO"),
+        ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["mlp"]}, "GALORE_ADAMW_LAYERWISE"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
     ],
 )
@@ -296,6 +303,16 @@ def test_limits_reach_the_planner(tmp_path):
     limits = (config.max_tokens_per_microbatch, config.max_graph_tokens, config.max_handoff_bytes)
     assert limits == (100, 200, 300)
     assert (config.sharing, config.execution) == ("always", "nested")
+
+
+def test_limits_that_a_window_cannot_keep(tmp_path):
+    """The window runs with the smallest limit that works, and says so; a training is not lost in its middle."""
+    options = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64}
+    stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock")
+    with pytest.warns(HartsWarning, match="no schedule keeps within max_handoff_bytes=1;.*this window runs with that"):
+        tree = tree_run(tmp_path / "tree", **options, tree_max_handoff_bytes=1)
+    assert_same_training(stock, tree)
+    assert all(log["tree/limits_raised"] == 1 for log in tree[1][:-1])
 
 
 def test_unknown_latents(tmp_path):
