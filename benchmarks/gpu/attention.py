@@ -201,13 +201,12 @@ def use_mask(variant: str) -> None:
     """Lets the package run with a mask of ``masks.py``; its tensors are made once per intervals, as the lists are."""
     from masks import VARIANTS
 
-    mask, tensors = VARIANTS[variant]
     known: WeakKeyDictionary = WeakKeyDictionary()
 
     def mask_of(intervals: AttentionIntervals):
         if intervals not in known:
-            known[intervals] = tensors(intervals)
-        return mask, known[intervals]
+            known[intervals] = VARIANTS[variant](intervals)
+        return known[intervals]
 
     flash.mask_of = mask_of
 
@@ -310,7 +309,7 @@ def main() -> None:
         small, dims = parity_forest(), DIMS[arguments[0]]
         run_tree(make(small.num_rows, dims, 0), 0, small.intervals().to("cuda"), dims[0] ** -0.5, "flash")
     elif command == "masks":
-        compare_masks(Path(arguments[0]), Path(arguments[1]), arguments[2:] or ["package", "packed", "own"])
+        compare_masks(Path(arguments[0]), Path(arguments[1]), arguments[2:] or ["package", "packed", "pointer", "own"])
     else:
         shapes, out, *parts = map(Path, arguments)
         time_all(shapes, out, parts)

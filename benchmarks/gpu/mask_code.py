@@ -50,9 +50,8 @@ with torch.no_grad(), FakeTensorMode():
 
     q, k, v, out = rows(heads, dim_k), rows(key_heads, dim_k), rows(key_heads, dim_v), rows(heads, dim_v)
     ends = torch.empty(ROWS, dtype=torch.int32, device="cuda")
-    mask, tensors = VARIANTS[variant]
     forward, backward = TILES[dim_k, dim_v]
-    shared = {"softmax_scale": 0.1, "mask_mod": mask, "aux_tensors": tensors(AttentionIntervals(lo=ends, hi=ends))}
+    shared = {"softmax_scale": 0.1, **VARIANTS[variant](AttentionIntervals(lo=ends, hi=ends))}
     interface._flash_attn_fwd(q, k, v, **shared, block_sparse_tensors=lists(forward, False), return_lse=True)
     lse = torch.empty(1, heads, ROWS, dtype=torch.float32, device="cuda")
     interface._flash_attn_bwd(q, k, v, out, out, lse, **shared, block_sparse_tensors=lists(backward, True))

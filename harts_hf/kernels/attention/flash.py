@@ -6,7 +6,6 @@ dK and dV too. ``deterministic=True`` selects the "flex" backend.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,7 +52,6 @@ def tree_attention(
         raise ValueError(f"the flash backend cannot run here: {reason}")
     from flash_attn.cute.interface import flash_attn_func
 
-    mask_mod, aux_tensors = mask_of(intervals)
     tile, tile_backward = TILES[query.shape[3], value.shape[3]]
     num_queries = query.shape[2]
     out, _ = flash_attn_func(
@@ -61,8 +59,7 @@ def tree_attention(
         key.transpose(1, 2),
         value.transpose(1, 2),
         softmax_scale=scale,
-        mask_mod=mask_mod,
-        aux_tensors=aux_tensors,
+        **mask_of(intervals),
         block_sparse_tensors=_as_flash(block_lists(intervals, num_queries, tile, by_key=False)),
         block_sparse_tensors_bwd=_as_flash(block_lists(intervals, num_queries, tile_backward, by_key=True)),
     )
@@ -81,8 +78,8 @@ def _as_flash(lists: BlockLists) -> Any:
     )
 
 
-def mask_of(intervals: AttentionIntervals) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """The mask of partial tiles and the tensors that it reads."""
+def mask_of(intervals: AttentionIntervals) -> dict[str, Any]:
+    """FA4's arguments for the mask of partial tiles and what it reads."""
     from harts_hf.kernels.attention.flash_mask import interval_mask
 
-    return interval_mask, [intervals.lo, intervals.hi]
+    return {"mask_mod": interval_mask, "aux_tensors": [intervals.lo, intervals.hi]}
