@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.tree_build import describe_machine, miniswe_like
+from benchmarks.machine import describe_machine, output_path
+from benchmarks.tree_build import miniswe_like
 from harts_hf.planner import CostModel, PlannerConfig, Schedule, plan_window
 from harts_hf.planner.forest import concatenate_trees
 from harts_hf.tree import RolloutTree
@@ -25,7 +26,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 from exhaustive_plans import fastest_by_search, random_forest  # noqa: E402
 from shared_data import SHAPE_NAMES, shape_trees  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results" / "planner.json"
 ALWAYS = PlannerConfig(sharing="always")
 
 
@@ -216,6 +216,7 @@ def sweep() -> dict:
 
 def main() -> None:
     """Runs every section, prints and writes the results."""
+    out = output_path("planner", __doc__)
     sections = [time_and_memory, one_rank, nested, many_ranks, auto_sharing, small_forests, sweep]
     result: dict[str, object] = {**describe_machine(), "cost_model": CostModel().source}
     for section in sections:
@@ -225,8 +226,7 @@ def main() -> None:
         content = result[section.__name__]
         for row in content if isinstance(content, list) else [content]:
             print("  ", row, flush=True)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.tree_build import describe_machine
+from benchmarks.machine import describe_machine, output_path
 from harts_hf import tree_logprobs, unpatch
 from harts_hf.cli.train import build_trainer, main, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "tiny_grpo.yaml"
-RESULTS = Path(__file__).parent / "results" / "tiny_grpo.json"
 SEEDS = (0, 1, 2)
 FIRST_BELOW, LAST_ABOVE, SECONDS = 0.2, 0.7, 300.0
 # fp32, log-probs near -3 of a model of three layers: rounding is about 1e-6.
@@ -90,6 +89,7 @@ def plot(curves: dict[int, list[dict]], path: Path) -> None:
 
 def report() -> int:
     """Runs everything; the exit status is 0 if the bar is met."""
+    out = output_path("tiny_grpo", __doc__)
     load = os.getloadavg()[0]
     difference = parity()
     print(f"parity: tree and stock log-probs differ by at most {difference:.1e} (budget {PARITY_BUDGET:.0e})")
@@ -101,7 +101,6 @@ def report() -> int:
         summary, curves[seed] = run(seed)
         runs.append(summary)
     met = all(summary["met"] for summary in runs)
-    RESULTS.parent.mkdir(exist_ok=True)
     content = {
         "machine": {**describe_machine(), "load_average_at_start": round(load, 2)},
         "recipe": str(RECIPE.relative_to(ROOT)),
@@ -110,8 +109,8 @@ def report() -> int:
         "met": met,
         "runs": runs,
     }
-    RESULTS.write_text(json.dumps(content, indent=2) + "\n")
-    plot(curves, RESULTS.with_suffix(".png"))
+    out.write_text(json.dumps(content, indent=2) + "\n")
+    plot(curves, out.with_suffix(".png"))
     for summary in runs:
         reward = f"{summary['first_mean_reward']:.3f} -> {summary['last_mean_reward']:.3f}"
         seconds = f"{summary['seconds']:.0f} s ({summary['cpu_seconds']:.0f} s of CPU)"

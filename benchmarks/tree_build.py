@@ -5,18 +5,14 @@ each a spine of 40 turns with a fork that ends at every turn. Bar: under 1 s. Th
 """
 
 import json
-import os
-import platform
-import subprocess
 import time
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.machine import describe_machine, output_path
 from harts_hf.tree import RolloutTree
 
 BAR_SECONDS = 1.0
-RESULTS = Path(__file__).parent / "results" / "tree_build.json"
 
 
 def miniswe_like(num_prompts: int = 100, num_turns: int = 40, seed: int = 0) -> list[np.ndarray]:
@@ -31,20 +27,9 @@ def miniswe_like(num_prompts: int = 100, num_turns: int = 40, seed: int = 0) -> 
     return [trajectories[i] for i in rng.permutation(len(trajectories))]
 
 
-def describe_machine() -> dict[str, object]:
-    """What the numbers were measured on."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "cpu_cores": len(os.sched_getaffinity(0)),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "commit": commit.stdout.strip(),
-    }
-
-
 def main() -> None:
     """Builds, checks, times and writes the result."""
+    out = output_path("tree_build", __doc__)
     trajectories = miniswe_like()
     tree = RolloutTree.from_trajectories(trajectories)
     tree.check()
@@ -66,8 +51,7 @@ def main() -> None:
         "bar_seconds": BAR_SECONDS,
         "bar_met": bool(np.median(seconds) < BAR_SECONDS),
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+    out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 
 

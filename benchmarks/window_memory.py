@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from benchmarks.live_bytes import LiveBytes
-from benchmarks.tree_build import describe_machine
+from benchmarks.machine import describe_machine
 from benchmarks.window_limits import limits_to_try, real_windows
 from benchmarks.window_workloads import MODELS, SEED, Case, build_model, trees
 from harts_hf import RolloutTree, Schedule, patch, unpatch
