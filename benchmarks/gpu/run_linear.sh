@@ -1,4 +1,4 @@
-# Linear attention on one GPU, in at most 9 minutes: bash benchmarks/gpu/run_linear.sh DIR OUT   (from the project's root)
+# Linear attention on one GPU, in at most 8 minutes: bash benchmarks/gpu/run_linear.sh DIR OUT   (from the project's root)
 # DIR holds site.tar.xz, fla_h200/, shapes/ and, if there are any, triton.part.* (what an earlier run left).
 set -u; from=$1 out=$2 T0=$(date +%s); root=$PWD
 . benchmarks/gpu/unpack_site.sh $from
@@ -13,6 +13,6 @@ find ~/.triton -name "*.autotune.json" -delete  # tuned while eleven processes s
 first="tot_game24 vmcts_dafny_bst miniswe_b_drop nemo_qwen3think_b_drop prompt-16K-0 nested-16K-15/16"
 timeout 110 python3 time_linear.py $out/parity.json $root/$from/shapes $out/linear.json --kinds gdn-16/32 kda-32 --layouts $first >/tmp/lin/time.log 2>&1
 grep -a " ratio \|launches" /tmp/lin/time.log | cut -c1-190; echo memory $(( $(date +%s)-T0 ))
-timeout $(( 520 - $(date +%s) + T0 )) python3 time_linear.py $out/parity.json $root/$from/shapes $out/linear16.json --kinds kda-16 >/tmp/lin/time16.log 2>&1
+timeout $(( 440 - $(date +%s) + T0 )) python3 time_linear.py $out/parity.json $root/$from/shapes $out/linear16.json --kinds kda-16 >/tmp/lin/time16.log 2>&1
 grep -a " ratio \|launches" /tmp/lin/time16.log | cut -c1-190; echo timed $(( $(date +%s)-T0 ))
 python3 triton_cache.py pack $out

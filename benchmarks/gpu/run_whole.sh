@@ -1,4 +1,4 @@
-# Whole models on one GPU, in at most 9.5 minutes: bash benchmarks/gpu/run_whole.sh DIR OUT   (from the project's root)
+# Whole models on one GPU, in at most 9 minutes: bash benchmarks/gpu/run_whole.sh DIR OUT   (from the project's root)
 # DIR holds fla_h200/ and shapes/, and both archives unless earlier calls on this host have unpacked them.
 set -u; from=$1 out=$2 T0=$(date +%s); root=$PWD
 . benchmarks/gpu/unpack_site.sh $from
@@ -6,6 +6,6 @@ export PYTHONPATH=$root:$root/tests:$PYTHONPATH FLA_CONFIG_DIR=$root/$from/fla_h
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=2
 python3 benchmarks/gpu/triton_cache.py unpack $from
 (timeout 40 python3 -m pytest -m gpu -q tests/ops -p no:cacheprovider 2>&1 | tail -5 >$out/pytest.log) &
-cd benchmarks/gpu; timeout 550 python3 whole.py $out/whole.json $root/$from/shapes --budget ${3:-520}; wait
+cd benchmarks/gpu; timeout 510 python3 whole.py $out/whole.json $root/$from/shapes --budget ${3:-480}; wait
 cat $out/pytest.log; tail -n 40 /tmp/harts_whole/*-verdict.json >$out/verdicts.txt 2>/dev/null; cat /tmp/harts_whole/*.log >$out/whole.log
 echo whole $(( $(date +%s)-T0 )); python3 triton_cache.py pack $out

@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("shapes", type=Path)
-    parser.add_argument("--budget", type=float, default=520, help="seconds for everything")
+    parser.add_argument("--budget", type=float, default=480, help="seconds for everything")
     parser.add_argument("--families", nargs="+")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/harts_whole"), help="of logs and parts")
     parser.add_argument("--dry-run", action="store_true")
