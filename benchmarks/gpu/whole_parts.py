@@ -12,7 +12,7 @@ import torch
 from whole import ONLY, PARTS
 from whole_models import build_model, bush, draw_tokens, shape_window, spine
 
-from harts_hf import PlannerConfig, TreeGRPOConfig, TreeGRPOTrainer, patch
+from harts_hf import PlannerConfig, TreeGRPOConfig, TreeGRPOTrainer, patch, tree_logprobs
 from harts_hf.runtime import Coefficients, TreeWindow, WindowRun
 
 SEED = 0
@@ -80,6 +80,28 @@ class Stage:
         logs = [{k: log[k] for k in keep if k in log} for log in trainer.state.log_history[:-1]]
         assert finite and moved > 0 and trainer.state.global_step == 3, (finite, moved, trainer.state.global_step)
         return {"steps": 3, "seconds": time.monotonic() - begin, "largest_change": moved, "logs": logs}
+
+    def repeat(self) -> dict[str, Any]:
+        """Parameters whose gradients differ between two runs, with `deterministic` and without."""
+        model = patch(build_model(self.family, self.dry, SEED))
+        vocab = model.get_input_embeddings().num_embeddings
+        trajectories = draw_tokens(bush(6200), vocab)
+        if self.dry:
+            trajectories = [row[:150] for row in trajectories[:3]]
+        planner = PlannerConfig(max_tokens_per_microbatch=100 if self.dry else 4096, sharing="always")
+        found: dict[str, Any] = {}
+        for deterministic in (True, False):
+            runs = []
+            for _ in range(2):
+                model.zero_grad(set_to_none=True)
+                torch.cat(tree_logprobs(model, trajectories, planner, deterministic=deterministic)).sum().backward()
+                runs.append([p.grad.clone() for p in model.parameters()])
+            names = [name for name, _ in model.named_parameters()]
+            equal = [torch.equal(a, b) for a, b in zip(*runs, strict=True)]
+            differ = [name for name, same in zip(names, equal, strict=True) if not same]
+            found["differ_deterministic" if deterministic else "differ"] = differ
+        print("repeat:", len(found["differ_deterministic"]), "and", len(found["differ"]), "differ", flush=True)
+        return {"passed": not found["differ_deterministic"], **found}
 
     def speed(self) -> dict[str, Any]:
         """Update time (scoring, forwards, backwards) on the tree, and of the same kernels on packed trajectories."""
