@@ -6,12 +6,12 @@ harts plan ROLLOUTS --cost cost.json
 
 import argparse
 import platform
-import sys
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from harts_hf.cli.checks import check_output_file, find_device, seed
+from harts_hf.cli.loading import load_model
 from harts_hf.planner.cost import FEATURES
 from harts_hf.runtime.costing import fit_cost_model
 
@@ -19,27 +19,21 @@ from harts_hf.runtime.costing import fit_cost_model
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     options = _parser().parse_args(argv)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    try:
-        dtype = getattr(torch, options.dtype)
-        if options.random_weights:
-            torch.manual_seed(options.seed)
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model), dtype=dtype)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
-        where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
-        cost = fit_cost_model(
-            model.to(device),
-            max_rows=options.max_rows,
-            source=f"fitted: {options.model} in {options.dtype} on {where}, up to {options.max_rows} rows",
-            repeats=options.repeats,
-            seed=options.seed,
-            progress=lambda text: print(text, flush=True),
-        )
-        cost.save(options.out)
-    except (ValueError, OSError) as error:
-        print(f"harts bench --fit-cost: {error}", file=sys.stderr)
-        return 2
+    device = find_device(options.device)
+    check_output_file("--out", options.out)
+    model = load_model(
+        options.model, getattr(torch, options.dtype), seed=options.seed, random_weights=options.random_weights
+    )
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    cost = fit_cost_model(
+        model.to(device),
+        max_rows=options.max_rows,
+        source=f"fitted: {options.model} in {options.dtype} on {where}, up to {options.max_rows} rows",
+        repeats=options.repeats,
+        seed=options.seed,
+        progress=lambda text: print(text, flush=True),
+    )
+    cost.save(options.out)
     print(f"\n{'seconds a unit':<16}{'forward':>12}{'backward':>12}")
     for name in FEATURES:
         print(f"{name:<16}{getattr(cost.forward, name):>12.3g}{getattr(cost.backward, name):>12.3g}")
@@ -60,5 +54,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3, help="runs a window after a first; the fastest counts")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float64"))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     return parser

@@ -1,5 +1,6 @@
 """The console script `harts`: finds the command's module and hands over to it. Imports nothing heavy."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -32,8 +33,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None for those of the process.
 
     Returns:
-        The exit status: 0, or 2 for a command line or an input that cannot be used.
+        The exit status: 0; 1 where a command says no (`verify`) or fails in the middle (`train`); 2 for a command line
+        or an input that cannot be used; as after a signal where the user interrupts (130) or whoever reads the output
+        has gone (141).
     """
+    try:
+        status = _run(argv)
+        sys.stdout.flush()  # so that a reader that has gone is noticed here, not when Python shuts down
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor must what is still to be written
+        return 141
+    except KeyboardInterrupt:
+        print("\nharts: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
@@ -49,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return import_module(f"harts_hf.cli.{name}").main(arguments[1:]) or 0
-    except (OSError, EOFError, ValueError) as error:
+    except BrokenPipeError:
+        raise
+    except ModuleNotFoundError:
+        raise  # in the middle of somebody's module, which the traceback names
+    except (ImportError, OSError, EOFError, ValueError) as error:
         print(f"harts {name}: {error}", file=sys.stderr)
         return 2

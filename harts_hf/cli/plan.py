@@ -2,13 +2,13 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harts_hf.errors import RolloutFileError
+from harts_hf.cli.checks import check_output_file, check_picture
+from harts_hf.cli.loading import load_tokenizer
 from harts_hf.planner import (
     CostModel,
     PlannerConfig,
@@ -28,24 +28,22 @@ MAX_GROUPS = 20
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     options = _parser().parse_args(argv)
-    try:
-        config = PlannerConfig(
-            max_tokens_per_microbatch=options.max_tokens_per_microbatch,
-            max_linear_rows=options.max_linear_rows,
-            max_graph_tokens=options.max_graph_tokens,
-            max_handoff_bytes=options.max_handoff_bytes,
-            world_size=options.world_size,
-            chunk_size=options.chunk_size,
-            sharing=options.sharing,
-            execution=options.execution,
-            cost=CostModel.load(options.cost) if options.cost else None,
-        )
-        groups = read_rollouts(options.rollouts, _tokenizer(options.tokenizer))
-        report = plan_report(groups, config)
-    except (ValueError, OSError) as error:
-        kind = "" if isinstance(error, RolloutFileError) else "harts plan: "
-        print(f"{kind}{error}", file=sys.stderr)
-        return 2
+    check_output_file("--json", options.json)
+    check_picture("--plot", options.plot)
+    config = PlannerConfig(
+        max_tokens_per_microbatch=options.max_tokens_per_microbatch,
+        max_linear_rows=options.max_linear_rows,
+        max_graph_tokens=options.max_graph_tokens,
+        max_handoff_bytes=options.max_handoff_bytes,
+        world_size=options.world_size,
+        chunk_size=options.chunk_size,
+        sharing=options.sharing,
+        execution=options.execution,
+        cost=None if options.cost is None else _cost_model(options.cost),
+    )
+    tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
+    groups = read_rollouts(options.rollouts, tokenizer)
+    report = plan_report(groups, config)
     schedule: Schedule = report.pop("schedule")
     print(format_report(report))
     if options.verbose:
@@ -67,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="harts plan", description=__doc__)
     defaults = PlannerConfig()
     parser.add_argument("rollouts", metavar="ROLLOUTS", help="rollout or shape file (.jsonl, .jsonl.gz, .parquet)")
-    parser.add_argument("--tokenizer", help="name or folder of a Hugging Face tokenizer, for rows with messages")
+    parser.add_argument("--tokenizer", help="folder or cached name of a tokenizer, for rows with messages")
     parser.add_argument(
         "--max-tokens-per-microbatch",
         type=int,
@@ -88,12 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tokenizer(name: str | None) -> Any:
-    if name is None:
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(name)
+def _cost_model(name: str) -> CostModel:
+    try:
+        return CostModel.load(name)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"expected --cost to be a file that harts bench --fit-cost wrote, got {name!r}: {error}"
+        ) from error
 
 
 def plan_report(groups: Sequence[RolloutGroup], config: PlannerConfig) -> dict[str, Any]:

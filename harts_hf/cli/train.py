@@ -2,21 +2,24 @@
 
 A recipe is a TRL YAML file: every field of `TreeGRPOConfig`, of TRL's `ModelConfig` and of `TrainArguments`. The
 command line overrides it. The output folder gets checkpoints, `metrics.jsonl`, `reward.png`, `tree.png` and
-`summary.json`.
+`summary.json`; those of an earlier run in it are replaced, or continued with `--resume_from_checkpoint FOLDER`.
 """
 
 import difflib
 import functools
-import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
+from harts_hf.cli.checks import check_output_folder
 from harts_hf.cli.train_arguments import TrainArguments
 from harts_hf.cli.train_report import TrainReport
 from harts_hf.rollouts.collector import TreeRolloutCollector, environment_reward
@@ -26,15 +29,29 @@ from harts_hf.trainers import TreeGRPOConfig, TreeGRPOTrainer
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
+    arguments, training, model = parse(argv)
+    _check_folders(training)
+    trainer = build_trainer(arguments, training, model)
     try:
-        arguments, training, model = parse(argv)
-        trainer = build_trainer(arguments, training, model)
-    except (ValueError, OSError) as error:
-        print(f"harts train: {error}", file=sys.stderr)
-        return 2
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    trainer.save_model(training.output_dir)
+        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+        trainer.save_model(training.output_dir)
+    except BrokenPipeError:
+        raise
+    except Exception:  # of an environment or a reward function, as a rule: where it happened matters
+        traceback.print_exc()
+        return 1
     return 0
+
+
+def _check_folders(training: TreeGRPOConfig) -> None:
+    assert training.output_dir is not None
+    check_output_folder("output_dir", training.output_dir)
+    checkpoint = training.resume_from_checkpoint
+    if checkpoint is not None and not (Path(checkpoint) / TRAINER_STATE_NAME).is_file():
+        raise ValueError(
+            f"expected resume_from_checkpoint to be a checkpoint's folder (with {TRAINER_STATE_NAME}), "
+            f"got {checkpoint!r}"
+        )
 
 
 def parse(argv: Sequence[str]) -> tuple[TrainArguments, TreeGRPOConfig, ModelConfig]:
@@ -59,9 +76,12 @@ def parse(argv: Sequence[str]) -> tuple[TrainArguments, TreeGRPOConfig, ModelCon
         description=__doc__,
         allow_abbrev=False,
     )
-    *parsed, unknown_in_recipe, unknown_in_command = parser.parse_args_and_config(
-        options, return_remaining_strings=True, separate_remaining_strings=True
-    )
+    try:
+        *parsed, unknown_in_recipe, unknown_in_command = parser.parse_args_and_config(
+            options, return_remaining_strings=True, separate_remaining_strings=True
+        )
+    except ZeroDivisionError as error:  # TRL divides by it before it checks it
+        raise ValueError("expected num_generations of at least 2, got 0") from error
     known = {action.dest for action in parser._actions}
     unknown = [key for key in (*unknown_in_recipe[::2], *unknown_in_command) if key.startswith("--")]
     if unknown or unknown_in_command:
@@ -92,7 +112,7 @@ def build_trainer(arguments: TrainArguments, training: TreeGRPOConfig, model: Mo
         max_turn_tokens=arguments.max_turn_tokens,
     )
     collector.check(training)
-    rewards = [load_object(path) for path in arguments.reward_funcs or []] or [environment_reward]
+    rewards = [_reward_function(path) for path in arguments.reward_funcs or []] or [environment_reward]
     trainer = TreeGRPOTrainer(
         policy,
         rewards,
@@ -112,7 +132,7 @@ def build_trainer(arguments: TrainArguments, training: TreeGRPOConfig, model: Mo
 
 def _environment_factory(arguments: TrainArguments) -> functools.partial[Environment]:
     assert isinstance(arguments.environment, str) and isinstance(arguments.environment_kwargs, dict)
-    environment_class = load_object(arguments.environment)
+    environment_class = _load("environment", arguments.environment, "a subclass of Environment")
     if not (isinstance(environment_class, type) and issubclass(environment_class, Environment)):
         raise ValueError(f"expected environment to be a subclass of Environment, got {environment_class!r}")
     factory = functools.partial(environment_class, **arguments.environment_kwargs)
@@ -121,6 +141,23 @@ def _environment_factory(arguments: TrainArguments) -> functools.partial[Environ
     except TypeError as error:  # a keyword argument that the class does not know
         raise ValueError(f"environment_kwargs do not fit {arguments.environment}: {error}") from error
     return factory
+
+
+def _reward_function(path: str) -> Any:
+    function = _load("reward_funcs", path, "a function that returns rewards")
+    if not callable(function):
+        raise ValueError(f"expected reward_funcs to name functions, got {function!r} (from {path!r})")
+    return function
+
+
+def _load(field: str, path: str, what: str) -> Any:
+    try:
+        return load_object(path)
+    except ValueError as error:
+        raise ValueError(
+            f"expected {field} to be the dotted path of {what}, package.module:Name, of a module that is installed or "
+            f"on PYTHONPATH: {error}"
+        ) from error
 
 
 def _policy(
@@ -136,6 +173,11 @@ def _policy(
         assert not isinstance(training.model_init_kwargs, str)
         training.model_init_kwargs = {**given, "dtype": model.dtype, **(training.model_init_kwargs or {})}
         return model.model_name_or_path, None
+    if training.beta != 0 and not model.use_peft:
+        raise ValueError(
+            "expected beta 0 for random weights (model_type), because TRL loads the reference model by the policy's "
+            f"name; got {training.beta}"
+        )
     tokenizer = environment.tokenizer()
     assert arguments.model_type is not None and isinstance(arguments.model_config, dict)
     fields = {
@@ -145,11 +187,17 @@ def _policy(
         "bos_token_id": tokenizer.bos_token_id,
         **arguments.model_config,
     }
-    config = AutoConfig.for_model(arguments.model_type, **fields)
-    unknown = [name for name in arguments.model_config if name not in _fields_of(config)]
-    if unknown:
-        raise ValueError(_unknown_message([f"model_config.{name}" for name in unknown], set()))
-    return AutoModelForCausalLM.from_config(config, attn_implementation=model.attn_implementation), tokenizer
+    try:
+        config = AutoConfig.for_model(arguments.model_type, **fields)
+        unknown = [name for name in arguments.model_config if name not in _fields_of(config)]
+        if unknown:
+            raise ValueError(_unknown_message([f"model_config.{name}" for name in unknown], set()))
+        policy = AutoModelForCausalLM.from_config(config, attn_implementation=model.attn_implementation)
+    except Exception as error:  # every configuration and model class has its own
+        raise ValueError(
+            f"expected model_config to be fields of a {arguments.model_type} configuration: {error}"
+        ) from error
+    return policy, tokenizer
 
 
 def _fields_of(config: Any) -> set[str]:

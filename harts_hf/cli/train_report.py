@@ -27,7 +27,8 @@ class TrainReport(TrainerCallback):
     """Prints a line at every log, and writes into the output folder.
 
     ``metrics.jsonl`` (one log a line, as they come) and, at the end, ``reward.png``, ``tree.png`` and
-    ``summary.json``. Only the first process writes.
+    ``summary.json``. A new run begins them anew. A resumed one goes on with the metrics of its folder, less those that
+    are later than its checkpoint, and its pictures and summary tell of both. Only the first process writes.
     """
 
     def __init__(self, collector: TreeRolloutCollector) -> None:
@@ -35,6 +36,7 @@ class TrainReport(TrainerCallback):
         self._entries: list[dict[str, Any]] = []
         self._started = 0.0
         self._cpu_started = 0.0
+        self._first_step = 0  # steps before it are in no entry
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -43,9 +45,22 @@ class TrainReport(TrainerCallback):
         self._started = time.perf_counter()
         self._cpu_started = time.process_time()
         if state.is_world_process_zero:
-            Path(str(args.output_dir)).mkdir(parents=True, exist_ok=True)
+            self._take_up(Path(str(args.output_dir)), state.global_step)
             parameters = sum(parameter.numel() for parameter in kwargs["model"].parameters())
             print(f"training {parameters:,} parameters for {state.max_steps} steps, output in {args.output_dir}")
+
+    def _take_up(self, folder: Path, step: int) -> None:
+        """Leaves the metrics up to ``step`` in the folder, and counts from them on."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("summary.json", "reward.png", "tree.png"):
+            (folder / name).unlink(missing_ok=True)
+        self._entries = [entry for entry in _read_metrics(folder / "metrics.jsonl") if entry["step"] <= step]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in self._entries))
+        if self._entries:
+            self._started -= self._entries[-1]["seconds"]
+            self._cpu_started -= self._entries[-1].get("cpu_seconds", 0.0)
+        else:
+            self._first_step = step
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -65,7 +80,7 @@ class TrainReport(TrainerCallback):
         """Records a log of a training step and prints its line."""
         if not state.is_world_process_zero or logs is None or "reward" not in logs:
             return
-        entry = {"step": state.global_step, "seconds": self._seconds(), **logs}
+        entry = {"step": state.global_step, "seconds": self._seconds(), "cpu_seconds": self._cpu_seconds(), **logs}
         self._entries.append(entry)
         with open(Path(str(args.output_dir)) / "metrics.jsonl", "a") as file:
             file.write(json.dumps(entry) + "\n")
@@ -108,11 +123,14 @@ class TrainReport(TrainerCallback):
     def _seconds(self) -> float:
         return round(time.perf_counter() - self._started, 3)
 
+    def _cpu_seconds(self) -> float:
+        return round(time.process_time() - self._cpu_started, 3)
+
     def _summary(self, args: TrainingArguments) -> dict[str, Any]:
         steps = np.array([entry["step"] for entry in self._entries])
         rewards = np.array([entry["reward"] for entry in self._entries])
         # Logged metrics are means over the steps since the log before.
-        spans = np.diff(steps, prepend=0)
+        spans = np.diff(steps, prepend=self._first_step)
 
         def total(name: str) -> int:
             return round(sum(entry.get(name, 0.0) * span for entry, span in zip(self._entries, spans, strict=True)))
@@ -122,6 +140,8 @@ class TrainReport(TrainerCallback):
 
         return {
             "steps": int(steps[-1]),
+            # Figures below are of the steps after this one: 0, or the checkpoint whose metrics are elsewhere.
+            "counted_from_step": self._first_step,
             "window_steps": WINDOW,
             "first_mean_reward": mean_reward(steps <= max(WINDOW, steps[0])),
             "last_mean_reward": mean_reward(steps > steps[-1] - WINDOW),
@@ -131,7 +151,7 @@ class TrainReport(TrainerCallback):
             "expanded_tokens": total("tree/expanded_tokens"),
             "seconds": self._seconds(),
             # Of all threads: on a machine that does other work too, this says what the run itself took.
-            "cpu_seconds": round(time.process_time() - self._cpu_started, 3),
+            "cpu_seconds": self._cpu_seconds(),
             "seed": args.seed,
             "device": torch.cuda.get_device_name() if args.device.type == "cuda" else platform.processor() or "cpu",
             "threads": torch.get_num_threads(),
@@ -143,6 +163,17 @@ class TrainReport(TrainerCallback):
                 "python": platform.python_version(),
             },
         }
+
+
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The entries of a file, if there is one, but for a last line that was being written when its run ended."""
+    entries = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return entries
 
 
 def _plot_reward(entries: list[dict[str, Any]], path: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import harts_hf
+from harts_hf.cli.checks import check_output_file, find_device, seed
+from harts_hf.cli.loading import is_random, load_model, load_tokenizer
 
 DESCRIPTION = """\
 Computes log-probs and gradients of sampled trajectories on the tree and, with the unpatched model, one trajectory at a
@@ -20,12 +22,7 @@ input that cannot be used.
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
-    options = _parser().parse_args(argv)
-    try:
-        report = _run(options)
-    except (ValueError, OSError) as error:
-        print(f"harts verify: {error}", file=sys.stderr)
-        return 2
+    report = _run(_parser().parse_args(argv))
     return 0 if report["passed"] else 1
 
 
@@ -54,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
         help="network rows of one forward of the tree (default: %(default)s)",
     )
     parser.add_argument("--no-oracle", action="store_true", help="do not compare with float64")
-    parser.add_argument("--seed", type=int, default=0, help="of draws, weights and random models")
-    parser.add_argument("--tokenizer", help="name or folder, for rows with messages (default: the model's)")
+    parser.add_argument("--seed", type=seed, default=0, help="of draws, weights and random models")
+    parser.add_argument("--tokenizer", help="folder or cached name, for rows with messages (default: the model's)")
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     return parser
 
@@ -70,9 +67,11 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
 
     if options.draws < 1:
         raise ValueError(f"expected at least one draw, got {options.draws}")
+    check_output_file("--json", options.json)
+    device = find_device(options.device)
     planner = PlannerConfig(max_tokens_per_microbatch=options.max_tokens_per_microbatch, sharing="always")
     groups = read_rollouts(options.rollouts, _tokenizer(options))
-    model = _load(options.model, getattr(torch, options.dtype), options.seed).to(_device(options.device)).eval()
+    model = load_model(options.model, getattr(torch, options.dtype), seed=options.seed).to(device).eval()
     samples = _samples(groups, model, options)
     about = {**_about(model, options), **_about_samples(samples, planner)}
     print("\n".join(f"{name:<10}{text}" for name, text in about.items()), end="\n\n")
@@ -91,18 +90,6 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def _device(name: str) -> Any:
-    import torch
-
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"expected a device such as cpu or cuda, got {name!r}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"expected a device that is here, got {name}: torch sees no GPU")
-    return device
-
-
 def _progress(step: str) -> None:
     print(f"\r{step:<30}", end="\r", file=sys.stderr)
 
@@ -113,36 +100,7 @@ def _tokenizer(options: argparse.Namespace) -> Any:
         if not (Path(options.model) / "tokenizer_config.json").is_file():
             return None
         name = options.model
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(name)
-
-
-def _is_random(name: str) -> bool:
-    """Whether the name is a configuration alone, whose model gets random weights."""
-    path = Path(name)
-    return path.exists() and not any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
-
-
-def _load(name: str, dtype: Any, seed: int) -> Any:
-    """A pretrained model, or a random one where only a configuration is given."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # how fast the expanded computation is does not matter here
-    path = Path(name)
-    if not _is_random(name):
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    if path.is_file():
-        content = json.loads(path.read_text())
-        if "model_type" not in content:
-            raise ValueError(f"expected a configuration with model_type in {name}, got none")
-        config = AutoConfig.for_model(**content)
-    else:
-        config = AutoConfig.from_pretrained(name)
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return load_tokenizer(name)
 
 
 def _samples(groups: Any, model: Any, options: argparse.Namespace) -> list[Any]:
@@ -163,7 +121,7 @@ def _about(model: Any, options: argparse.Namespace) -> dict[str, str]:
     versions = f"harts_hf {harts_hf.__version__}, {installed}"
     return {
         "model": f"{options.model}: {model.config.model_type}, {parameters:,} parameters"
-        f"{' (RANDOM WEIGHTS)' if _is_random(options.model) else ''}, {options.dtype} on {options.device}",
+        f"{' (RANDOM WEIGHTS)' if is_random(options.model) else ''}, {options.dtype} on {options.device}",
         "rollouts": options.rollouts,
         "versions": f"{versions}; seed {options.seed}",
     }

@@ -112,7 +112,7 @@ def load_object(path: str) -> Any:
         ValueError: not such a path, no such module, or no such name in it.
     """
     module_name, separator, name = path.rpartition(":" if ":" in path else ".")
-    if not separator or not module_name or not name:
+    if not separator or not name or not all(module_name.split(".")):
         raise ValueError(f"expected a dotted path such as package.module:Name, got {path!r}")
     try:
         module = importlib.import_module(module_name)

@@ -72,6 +72,62 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path, capsys):
     assert trainer.model.config.model_type == "bailing_hybrid"
 
 
+def read_metrics(folder):
+    """The entries of a run's metrics."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_of_runs_that_are_resumed_or_begun_again(tmp_path):
+    """A resumed run goes on from its checkpoint's metrics and counts them in; a new one begins a new file."""
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    arguments = [TINY, *SMALL, "--logging_steps", "1", "--save_steps", "1", "--save_total_limit", "9"]
+    assert harts(["train", *arguments, "--max_steps", "3", "--output_dir", str(folder)]) == 0
+    before = read_metrics(folder)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "rew')  # the run was killed here
+    resume = [*arguments, "--resume_from_checkpoint", str(folder / "checkpoint-2"), "--max_steps", "4"]
+
+    assert harts(["train", *resume, "--output_dir", str(folder)]) == 0
+    after = read_metrics(folder)
+    assert [entry["step"] for entry in after] == [1, 2, 3, 4]
+    assert after[:2] == before[:2] and after[2] != before[2]
+    for name in ("seconds", "cpu_seconds"):
+        assert 0 < after[0][name] < after[1][name] < after[2][name] < after[3][name]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["counted_from_step"] == 0 and summary["steps"] == 4
+    assert summary["forward_tokens"] == sum(entry["tree/forward_tokens"] for entry in after)
+
+    assert harts(["train", *resume, "--output_dir", str(elsewhere)]) == 0
+    assert [entry["step"] for entry in read_metrics(elsewhere)] == [3, 4]
+    summary = json.loads((elsewhere / "summary.json").read_text())
+    assert summary["counted_from_step"] == 2 and summary["steps"] == 4
+    assert summary["forward_tokens"] == sum(entry["tree/forward_tokens"] for entry in read_metrics(elsewhere))
+
+    assert harts(["train", *arguments, "--max_steps", "1", "--output_dir", str(folder)]) == 0
+    assert [entry["step"] for entry in read_metrics(folder)] == [1]
+
+
+def test_an_error_of_user_code_shows_where_it_was(tmp_path, monkeypatch, capsys):
+    """While training, an exception of a reward function is printed whole: exit status 1, and no old summary stays."""
+    (tmp_path / "my_rewards.py").write_text("def broken(**columns):\n    return 1 + 'a'\n")
+    (tmp_path / "summary.json").write_text("{}")
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = [
+        TINY,
+        *SMALL,
+        "--max_steps",
+        "1",
+        "--reward_funcs",
+        "my_rewards:broken",
+        "--output_dir",
+        str(tmp_path),
+    ]
+    assert harts(["train", *arguments]) == 1
+    message = capsys.readouterr().err
+    assert "my_rewards.py" in message and "return 1 + 'a'" in message
+    assert not (tmp_path / "summary.json").exists()
+
+
 def test_the_command_line_overrides_the_recipe():
     """Values of the command line win, dictionaries are JSON, and the rest stays the recipe's."""
     arguments, training, _ = parse(
@@ -104,13 +160,26 @@ def test_unknown_keys_are_named(tmp_path, capsys):
             ["--model_name_or_path", "some/model"],
             "got some/model and bailing_hybrid (--model_type '' unsets it)",
         ),
+        (
+            ["--environment", "harts_hf.rollouts:Nothing"],
+            "dotted path of a subclass of Environment, package.module:Name",
+        ),
         (["--environment", "harts_hf.rollouts:Nothing"], "has no 'Nothing'"),
+        (["--environment", "..shelf:ShelfEnvironment"], "expected a dotted path such as package.module:Name"),
         (["--environment", "json:loads"], "expected environment to be a subclass of Environment"),
         (["--environment_kwargs", '{"shelves": 3}'], "environment_kwargs do not fit"),
         (["--environment_kwargs", "{"], "expected environment_kwargs to be JSON"),
         (["--environment_kwargs", "[1]"], "expected environment_kwargs to be a mapping, got list"),
         (["--environment_kwargs", '{"num_items": 99}'], "expected num_items in"),
         (["--reward_funcs", "no.such.reward"], "cannot import 'no.such'"),
+        (["--reward_funcs", "no.such.reward"], "expected reward_funcs to be the dotted path of a function"),
+        (["--reward_funcs", "harts_hf.cli.main:COMMANDS"], "expected reward_funcs to name functions, got {"),
+        (["--resume_from_checkpoint", "nowhere"], "expected resume_from_checkpoint to be a checkpoint's folder"),
+        (["--output_dir", TINY], f"expected output_dir to be a folder that can be written, got '{TINY}': File exists"),
+        (["--model_config", '{"hidden_size": "x"}'], "expected model_config to be fields of a bailing_hybrid config"),
+        (["--beta", "0.1"], "expected beta 0 for random weights (model_type)"),
+        (["--num_generations", "0"], "expected num_generations of at least 2, got 0"),
+        (["--use_vllm", "true"], "vLLM is not available"),
         (["--cpu_threads", "0"], "expected cpu_threads of at least 1, got 0"),
         (["--max_steps", "-1"], "expected max_steps of at least 1 where no dataset is named, got -1"),
         (["--tree_max_tokens_per_microbatch", "10"], "got 10"),

@@ -56,6 +56,8 @@ def test_dotted_paths(path):
         ("Name", "expected a dotted path"),
         ("package:", "expected a dotted path"),
         (":Name", "expected a dotted path"),
+        (".module:Name", "expected a dotted path"),
+        ("package..module.Name", "expected a dotted path"),
         ("no_such_package.module:Name", "cannot import 'no_such_package.module'"),
         ("harts_hf.no_such_module:Name", "cannot import 'harts_hf.no_such_module'"),
         ("harts_hf.rollouts.environment:Nothing", "has no 'Nothing'"),
