@@ -139,8 +139,17 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | Path) -> "CostModel":
-        """Reads what :meth:`save` wrote."""
-        return cls.from_json(Path(path).read_text())
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            ValueError: there is no such file, or it holds no cost model.
+        """
+        try:
+            return cls.from_json(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"expected a cost model that harts bench --fit-cost wrote, got {str(path)!r}: {error}"
+            ) from error
 
 
 def fit_coefficients(works: Sequence[Work], seconds: Sequence[float]) -> Coefficients:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from harts_hf.modeling import patch, vocab_size_of
+from harts_hf.modeling import handed_sizes, patch, vocab_size_of, with_handed_bytes
 from harts_hf.planner import CostModel, PlannerConfig, Work, fit_coefficients
 from harts_hf.runtime.run import Coefficients, WindowRun
 from harts_hf.runtime.window import TreeWindow
@@ -51,7 +51,7 @@ def fit_cost_model(
     patch(model)
     model.train()
     runner = _Runner(model, np.random.default_rng(seed))
-    cost = _with_handoff_bytes(runner)
+    cost = with_handed_bytes(CostModel(), handed_sizes(model, next(model.parameters()).dtype))
     forwards: list[tuple[Work, float]] = []
     backwards: list[tuple[Work, float]] = []
     for name, shape, rows in _windows(max_rows):
@@ -159,12 +159,6 @@ class _Runner:
         run.backward(Coefficients(log_probs=torch.ones_like(scores.log_probs)), backward)
         return seconds
 
-    def kept_bytes(self, window: TreeWindow) -> int:
-        """Bytes of handed states that are kept after the scoring pass."""
-        run = WindowRun(self.model, window)
-        run.score()
-        return run.handoff.num_bytes()
-
     def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -185,30 +179,3 @@ class _Timed(nn.Module):
         out = self.model(**inputs)
         self.seconds["F" if torch.is_grad_enabled() else "S", self.last] = self.now() - start
         return out
-
-
-def _with_handoff_bytes(runner: _Runner) -> CostModel:
-    """A cost model with the bytes of a handed row and of a handed boundary, and the part of them that is gradient."""
-    counts, sizes = [], []
-    for shape in (
-        _chain(2 * MIN_ROWS),
-        _chain(4 * MIN_ROWS),
-        _spine(2 * MIN_ROWS),
-        _spine(4 * MIN_ROWS),
-        _bushy(2000),
-    ):
-        window = runner.window(shape, MIN_ROWS, CostModel())
-        exports = window.schedule.exports.of.values()
-        counts.append((sum(export.rows for export in exports), sum(export.states for export in exports)))
-        sizes.append(runner.kept_bytes(window))
-    solution = np.linalg.lstsq(np.array(counts, np.float64), np.array(sizes, np.float64), rcond=None)[0]
-    # A gradient is float32 or wider. Rows are kept in the model's dtype; a boundary is mostly states of float32.
-    itemsize = next(runner.model.parameters()).element_size()
-    per_row, per_state = (max(0.0, value) for value in solution.tolist())
-    row_gradient = max(4, itemsize) / itemsize
-    return CostModel(
-        handoff_bytes_per_row=per_row * (1 + row_gradient),
-        handoff_bytes_per_state=per_state * 2,
-        gradient_part_of_row=row_gradient / (1 + row_gradient),
-        gradient_part_of_state=1 / 2,
-    )

@@ -1,6 +1,7 @@
 """``tree_logprobs``: log-probs of trajectories as a differentiable function of a model's parameters."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,8 +9,8 @@ from numpy.typing import ArrayLike
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from harts_hf.modeling import patch, vocab_size_of
-from harts_hf.planner import PlannerConfig
+from harts_hf.modeling import handed_sizes, patch, vocab_size_of, with_handed_bytes
+from harts_hf.planner import CostModel, PlannerConfig
 from harts_hf.runtime.run import Coefficients, HeadOptions, WindowRun
 from harts_hf.runtime.window import TreeWindow
 
@@ -32,7 +33,8 @@ def tree_logprobs(
         model: a causal language model of a supported family, not wrapped for distributed training; it is patched if
             it is not yet.
         trajectories: 1-D integer arrays of token ids, ragged; at least one, none empty.
-        planner: limits of the microbatches; the defaults if None.
+        planner: limits of the microbatches; the defaults if None. Without a cost model, handed bytes are this model's
+            and times the default ones.
         temperature: logits are divided by it; above 0.
         return_entropy: whether to return entropies too.
         deterministic: whether attention on a GPU has to give the same bits in every run (a slower backend).
@@ -46,8 +48,12 @@ def tree_logprobs(
         UnsupportedModelError: a model that is not supported.
         ValueError: bad trajectories or a bad temperature.
     """
-    vocab_size = vocab_size_of(model)
-    window = TreeWindow(trajectories, planner, vocab_size=vocab_size)
+    patch(model)
+    planner = planner or PlannerConfig()
+    if planner.cost is None:
+        sizes = handed_sizes(model, next(model.parameters()).dtype)
+        planner = replace(planner, cost=with_handed_bytes(CostModel(), sizes))
+    window = TreeWindow(trajectories, planner, vocab_size=vocab_size_of(model))
     return window_logprobs(model, window, temperature, return_entropy, deterministic=deterministic)
 
 

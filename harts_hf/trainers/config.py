@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from trl import GRPOConfig, RLOOConfig
 from trl.experimental.gmpo import GMPOConfig
 
-from harts_hf.planner import PlannerConfig
+from harts_hf.planner import CostModel, PlannerConfig
 
 CREDITS = ("trajectory", "turn")
 LATENTS = ("compressed", "expanded")
@@ -31,7 +31,10 @@ class TreeOptions:
             most two microbatches. A window that cannot keep this limit, or the next one, runs with the smallest that
             it can keep: a warning says so, and the metric `tree/limits_raised`.
         tree_max_handoff_bytes (`int`, *optional*):
-            Bytes of states handed between microbatches that may be alive at once, as the planner estimates them.
+            Bytes of states handed between microbatches that may be alive at once, their gradients included.
+        tree_cost (`str`, *optional*):
+            File that `harts bench --fit-cost` wrote for the model on this machine. Without one, times are those of
+            Ling-3.0-tiny on an H200, and bytes are the model's own.
         tree_offload_handoff (`bool`, *optional*, defaults to `False`):
             Whether handed states lie on the CPU between uses.
         tree_handoff_latents (`str`, *optional*, defaults to `"compressed"`):
@@ -66,6 +69,10 @@ class TreeOptions:
     )
     tree_max_handoff_bytes: int | None = field(
         default=None, metadata={"help": "Bytes of states handed between microbatches that may be alive at once."}
+    )
+    tree_cost: str | None = field(
+        default=None,
+        metadata={"help": "File that `harts bench --fit-cost` wrote for the model on this machine."},
     )
     tree_offload_handoff: bool = field(
         default=False, metadata={"help": "Whether states handed between microbatches lie on the CPU between uses."}
@@ -109,6 +116,7 @@ class TreeOptions:
             max_handoff_bytes=self.tree_max_handoff_bytes,
             sharing=self.tree_sharing,
             execution=self.tree_execution,
+            cost=None if self.tree_cost is None else CostModel.load(self.tree_cost),
         )
 
 

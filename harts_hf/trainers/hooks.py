@@ -1,5 +1,6 @@
 """The hooks above TRL's trainer: where its losses see the policy, and what enters its batches."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from torch import nn
 from transformers.training_args import OptimizerNames
 
 from harts_hf.errors import UnsupportedModelError
-from harts_hf.modeling import patch, vocab_size_of
+from harts_hf.modeling import handed_sizes, patch, vocab_size_of, with_handed_bytes
+from harts_hf.modeling.sizes import HandedSizes
+from harts_hf.planner import CostModel
 from harts_hf.runtime import HeadOptions
 from harts_hf.trainers.collator import TreeDataCollator
 from harts_hf.trainers.ranks import check_backend
@@ -53,12 +56,18 @@ class TreeHooks:
         if self.ref_model is not None:
             patch(self.accelerator.unwrap_model(self.ref_model))
         options = self.args
-        vocab_size = vocab_size_of(self.model)
-        self._tree_collator = TreeDataCollator(planner=options.planner_config(), vocab_size=vocab_size)
+        planner = options.planner_config()
+        if planner.cost is None:
+            planner = replace(planner, cost=with_handed_bytes(CostModel(), self._handed_sizes()))
+        self._tree_collator = TreeDataCollator(planner=planner, vocab_size=vocab_size_of(self.model))
         self._tree_head = HeadOptions(
             temperature=self.temperature,
             head_in_fp32=getattr(options, "cast_lm_head_to_fp32", False),
         )
+
+    def _handed_sizes(self) -> HandedSizes:
+        dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
+        return handed_sizes(self.model, dtype, expand_latents=self.args.tree_handoff_latents == "expanded")
 
     def _get_per_token_logps_and_entropies(
         self,

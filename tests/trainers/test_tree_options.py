@@ -12,6 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from harts_hf import TreeGMPOConfig, TreeGMPOTrainer, TreeGRPOConfig, TreeGRPOTrainer, UnsupportedModelError
 from harts_hf.errors import HartsWarning
+from harts_hf.planner import CostModel
 from harts_hf.trainers import step
 
 METRICS = {
@@ -303,6 +304,19 @@ def test_limits_reach_the_planner(tmp_path):
     limits = (config.max_tokens_per_microbatch, config.max_graph_tokens, config.max_handoff_bytes)
     assert limits == (100, 200, 300)
     assert (config.sharing, config.execution) == ("always", "nested")
+
+
+def test_cost_model_reaches_the_planner(tmp_path):
+    """A fitted file is used as it is; without one, bytes are the model's and times the default ones."""
+    cost = CostModel(handoff_bytes_per_row=7.0, source="a test")
+    cost.save(tmp_path / "cost.json")
+    given = tree_run(tmp_path / "given", max_steps=1, tree_cost=str(tmp_path / "cost.json"))[2]
+    assert given._tree_collator.planner.cost == cost
+    own = tree_run(tmp_path / "own", max_steps=1)[2]._tree_collator.planner.cost
+    assert own.handoff_bytes_per_row == 1 * 2 * 2 * 16 * (8 + 8)  # one layer, keys and values of two heads, float64
+    assert own.forward == CostModel().forward
+    with pytest.raises(ValueError, match="expected a cost model that harts bench --fit-cost wrote"):
+        TreeGRPOConfig(**recorded.arguments(tmp_path, tree_cost=str(tmp_path / "none.json")))
 
 
 def test_limits_that_a_window_cannot_keep(tmp_path):
