@@ -82,23 +82,26 @@ def test_flex_block_mask_has_the_same_tiles():
 def test_triton_builds_the_same_lists(by_key: bool, handed: int, tile: tuple[int, int]):
     """The kernels give the readable form's lists entry for entry, zeros past the counts included."""
     triton_blocks = pytest.importorskip("harts_hf.kernels.attention.triton_blocks")
-    for seed in range(2):
-        intervals, rows = intervals_of(seed, handed)
-        got = triton_blocks.build_lists(intervals, rows, tile, by_key=by_key)
-        for one, other in zip(got, lists_by_torch(intervals, rows, tile, by_key=by_key), strict=True):
-            assert torch.equal(one, other)
+    intervals, rows = intervals_of(handed, handed)
+    got = triton_blocks.build_lists(intervals, rows, tile, by_key=by_key)
+    for one, other in zip(got, lists_by_torch(intervals, rows, tile, by_key=by_key), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("by_key", [False, True])
 def test_triton_walks_long_lists_in_parts(by_key: bool, monkeypatch: pytest.MonkeyPatch):
-    """Counts go on from part to part of a list; one key is legal; a block past the last key is never full."""
+    """Counts go on from part to part of a list; one key; a block past the last key; trees that end where tiles do."""
     triton_blocks = pytest.importorskip("harts_hf.kernels.attention.triton_blocks")
     monkeypatch.setattr(triton_blocks, "_BLOCK", 4)
     one = AttentionIntervals(lo=torch.zeros(1, dtype=torch.int32), hi=torch.ones(1, dtype=torch.int32))
     seen_by_all = AttentionIntervals(
         lo=torch.zeros(100, dtype=torch.int32), hi=torch.full((100,), 200, dtype=torch.int32)
     )
-    for intervals, rows in (intervals_of(4, 33), (one, 1), (seen_by_all, 200)):
+    two_trees = AttentionIntervals(
+        lo=torch.arange(128, dtype=torch.int32),
+        hi=torch.tensor([64, 128], dtype=torch.int32).repeat_interleave(64),
+    )
+    for intervals, rows in (intervals_of(4, 33), (one, 1), (seen_by_all, 200), (two_trees, 128)):
         got = triton_blocks.build_lists(intervals, rows, (64, 48), by_key=by_key)
         for found, wanted in zip(got, lists_by_torch(intervals, rows, (64, 48), by_key=by_key), strict=True):
             assert torch.equal(found, wanted)
