@@ -11,7 +11,7 @@ from torch import nn
 from transformers.training_args import OptimizerNames
 
 from harts_hf.errors import UnsupportedModelError
-from harts_hf.modeling import handed_sizes, patch, vocab_size_of, with_handed_bytes
+from harts_hf.modeling import handed_sizes, is_patched, patch, vocab_size_of, with_handed_bytes
 from harts_hf.modeling.sizes import HandedSizes
 from harts_hf.planner import CostModel
 from harts_hf.runtime import HeadOptions
@@ -19,6 +19,7 @@ from harts_hf.trainers.collator import TreeDataCollator
 from harts_hf.trainers.ranks import check_backend
 from harts_hf.trainers.resuming import load_weights
 from harts_hf.trainers.rows import PaddedRows, plan_rows, spread
+from harts_hf.trainers.step import SliceLeaves
 
 TRL_RANGE = ("1.16", "1.17")
 
@@ -48,7 +49,7 @@ class TreeHooks:
         if not isinstance(args, self._config_class):
             raise ValueError(f"expected args to be a {self._config_class.__name__}, got {type(args).__name__}")
         self._tree_slices: list[dict[str, Any]] = []
-        self._tree_leaves: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._tree_leaves: SliceLeaves | None = None
         parent: Any = super()
         parent.__init__(model, reward_funcs, args=args, **kwargs)
         _check_arguments(self)
@@ -83,23 +84,30 @@ class TreeHooks:
         """TRL's hook: ``[B, logits_to_keep]`` log-probs and entropies, 0 where nothing is scored, and no aux loss.
 
         Inside an optimizer step's loss phase it hands out the leaves of the current slice; elsewhere (old and
-        reference log-probs, evaluation) it scores the rows as a tree of their own. ``batch_size`` is the planner's
-        business here.
+        reference log-probs, evaluation, a teacher in a loss of the user's own) it scores the rows as a tree of their
+        own. ``batch_size`` is the planner's business here.
 
         Raises:
-            ValueError: images, an auxiliary loss, or a call that would need gradients outside an optimizer step.
+            ValueError: images, an auxiliary loss, an unpatched model, or a call that would need gradients of
+                anything but the policy's log-probs of the slice.
         """
         given = [name for name, value in vision.items() if value is not None]
         if given:
             raise ValueError(f"expected text only, got {', '.join(given)}")
         if compute_aux_loss:
             raise ValueError(AUX_LOSS_MESSAGE)
-        if self._tree_leaves is not None:
-            log_probs, entropies = self._tree_leaves
-            assert log_probs.shape == (len(input_ids), logits_to_keep)
-            return log_probs, entropies.float(), None  # TRL compares them with a float32 quantile of theirs
+        leaves = self._tree_leaves
+        is_policy = self.accelerator.unwrap_model(model) is self.accelerator.unwrap_model(self.model)
+        if leaves is not None and is_policy and leaves.answers(input_ids, logits_to_keep):
+            return leaves.log_probs, leaves.entropies.float(), None  # TRL compares these with a float32 quantile
         if torch.is_grad_enabled():
-            raise ValueError("expected scoring without gradients outside a tree training step")
+            raise ValueError(
+                "expected gradients to be asked for the policy's log-probs of a step's own rows only, got "
+                + ("another model" if not is_policy else "other rows" if leaves else "a call outside a step")
+                + ": score under torch.no_grad()"
+            )
+        if not is_patched(self.accelerator.unwrap_model(model)):
+            raise ValueError("expected a model that runs on trees, got an unpatched one: call harts_hf.patch on it")
         rows = PaddedRows.from_tensors(input_ids, attention_mask, logits_to_keep)
         window, (index,) = plan_rows([rows], self._tree_collator)
         run = self._tree_run(model, window.to(input_ids.device), mode="score")

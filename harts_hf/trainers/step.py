@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,29 @@ Slices = list[dict[str, Any]]
 Indices = list[NDArray[np.int64]]
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SliceLeaves:
+    """What TRL's hook answers inside the loss of one slice.
+
+    Attributes:
+        log_probs: ``[B, C]``.
+        entropies: ``[B, C]``.
+        rows: ``[B, P + C]`` token ids that they belong to.
+        with_grad: whether the loss is computed to be differentiated.
+    """
+
+    log_probs: torch.Tensor
+    entropies: torch.Tensor
+    rows: torch.Tensor
+    with_grad: bool
+
+    def answers(self, input_ids: torch.Tensor, num_scored: int) -> bool:
+        """Whether a call asks for these: not where a loss of the user's own scores other rows, or a reference model
+        without gradients."""
+        same_rows = input_ids.shape == self.rows.shape and bool(torch.equal(input_ids, self.rows))
+        return same_rows and num_scored == self.log_probs.shape[1] and torch.is_grad_enabled() == self.with_grad
+
+
 class TreeStep(_BaseTrainer):
     """Replaces ``Trainer.training_step``; stands *below* TRL's trainer in the MRO, whose own step calls it.
 
@@ -35,7 +59,7 @@ class TreeStep(_BaseTrainer):
     _tree_collator: TreeDataCollator
     _tree_head: HeadOptions
     _tree_slices: list[dict[str, Any]]
-    _tree_leaves: tuple[torch.Tensor, torch.Tensor] | None
+    _tree_leaves: "SliceLeaves | None"
     _metrics: Any
 
     def training_step(
@@ -175,7 +199,10 @@ class TreeStep(_BaseTrainer):
         for number, (one, pair) in enumerate(zip(slices, leaves, strict=True)):
             # TRL's adaptive entropy controller acts on the slice that synchronises.
             self.accelerator.gradient_state._set_sync_gradients(number == len(slices) - 1)
-            self._tree_leaves = pair
+            log_probs, entropies = pair
+            self._tree_leaves = SliceLeaves(
+                log_probs=log_probs, entropies=entropies, rows=_token_ids(one), with_grad=torch.is_grad_enabled()
+            )
             try:
                 with self.compute_loss_context_manager():
                     loss: Any = self.compute_loss(model, one, num_items_in_batch=num_items)
@@ -202,9 +229,13 @@ class TreeStep(_BaseTrainer):
         self._metrics["train"][f"tree/{name}"].append(float(value))
 
 
+def _token_ids(one: dict[str, Any]) -> torch.Tensor:
+    return torch.cat([one["prompt_ids"], one["completion_ids"]], dim=1)
+
+
 def _padded_rows(one: dict[str, Any]) -> PaddedRows:
     return PaddedRows.from_tensors(
-        torch.cat([one["prompt_ids"], one["completion_ids"]], dim=1),
+        _token_ids(one),
         torch.cat([one["prompt_mask"], one["completion_mask"]], dim=1),
         one["completion_ids"].shape[1],
     )

@@ -11,12 +11,12 @@ from harts_hf.trainers import skipping
 CUT = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64}
 
 
-def log_probs_and_entropies(trainer, model, inputs):
+def log_probs_and_entropies(trainer, model, inputs, *, entropies=True):
     """Through TRL's own hook, as its losses do."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     columns = inputs["completion_ids"].shape[1]
-    return trainer._get_per_token_logps_and_entropies(model, ids, mask, columns, compute_entropy=True)[:2]
+    return trainer._get_per_token_logps_and_entropies(model, ids, mask, columns, compute_entropy=entropies)[:2]
 
 
 class SquaredLogProbs:
@@ -52,6 +52,25 @@ class RunsTheModel:
         return loss + model(input_ids=inputs["prompt_ids"], labels=inputs["prompt_ids"]).loss
 
 
+class Reference:
+    """A pull towards the reference model, which the loss scores itself."""
+
+    def _compute_loss(self, model, inputs):
+        with torch.no_grad():
+            reference, _ = log_probs_and_entropies(self, self.ref_model, inputs, entropies=False)
+        log_probs, _ = log_probs_and_entropies(self, model, inputs)
+        distance = ((log_probs - reference) * inputs["completion_mask"]).square().mean()
+        return super()._compute_loss(model, inputs) + distance
+
+
+class ReferenceWithGradients:
+    """The same, without saying that no gradients are wanted."""
+
+    def _compute_loss(self, model, inputs):
+        reference, _ = log_probs_and_entropies(self, self.ref_model, inputs, entropies=False)
+        return super()._compute_loss(model, inputs) + reference.mean()
+
+
 def pair(loss):
     """The loss on TRL's trainer and on ours."""
     return (type(f"{base.__name__}With{loss.__name__}", (loss, base), {}) for base in (GRPOTrainer, TreeGRPOTrainer))
@@ -80,6 +99,18 @@ def test_placeholders_show_a_loss_of_values(loss, tmp_path, monkeypatch):
     for log in got[1][:-1]:
         assert log["tree/scoring_skipped"] == 0
         assert log["tree/scoring_needed_by/loss_of_log_probs"] == 1
+
+
+@pytest.mark.parametrize("options", [{}, CUT])
+def test_reference_model_inside_the_loss(options, tmp_path):
+    """TRL's hook answers for the model and the rows that it is given, not always for the policy."""
+    stock, tree = pair(Reference)
+    expected = run_trainer(stock, GRPOConfig, tmp_path / "stock", beta=0.05)
+    got = run_trainer(tree, TreeGRPOConfig, tmp_path / "tree", beta=0.05, **options)
+    assert_same_training(expected, got)
+    _, wrong = pair(ReferenceWithGradients)
+    with pytest.raises(ValueError, match="got another model: score under"):
+        run_trainer(wrong, TreeGRPOConfig, tmp_path / "wrong", beta=0.05, **options)
 
 
 def test_replaced_method_counts_as_custom(tmp_path):
