@@ -22,7 +22,7 @@ class _Known:
 
     name: str
     parameter: nn.Parameter
-    version: int
+    version: int | None
     address: int | None
     requires_grad: bool
 
@@ -46,11 +46,12 @@ class ModelGuard:
         # After a forward FSDP2 may leave its root's parameters whole; those are copies, made anew in each forward.
         is_fsdp = any(isinstance(parameter, DTensor) for _, parameter in parameters)
         watched = [(n, p) for n, p in parameters if isinstance(p, DTensor) or not is_fsdp]
+        rewritten = _rewritten_by_adapters(model)
         self._parameters = [
             _Known(
                 name=name,
                 parameter=parameter,
-                version=_version(parameter),
+                version=None if parameter in rewritten else _version(parameter),
                 address=_address(parameter),
                 requires_grad=parameter.requires_grad,
             )
@@ -68,7 +69,7 @@ class ModelGuard:
         """
         for known in self._parameters:
             parameter = known.parameter
-            if _version(parameter) != known.version:
+            if known.version is not None and _version(parameter) != known.version:
                 _fail(f"{known.name} was changed in place")
             if _address(parameter) != known.address:
                 _fail(f"{known.name} was given other storage")
@@ -123,6 +124,12 @@ def _shard(tensor: Any) -> torch.Tensor:
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_tensor")
+
+
+def _rewritten_by_adapters(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that PEFT parametrizes in each forward: setting one to itself counts as a change in place."""
+    wrappers = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
+    return {parameter for module in wrappers for parameter in module.base_layer.parameters()}  # type: ignore[union-attr]
 
 
 def _version(parameter: nn.Parameter) -> int:
