@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         chunk_size=options.chunk_size,
         sharing=options.sharing,
         execution=options.execution,
-        cost=None if options.cost is None else _cost_model(options.cost),
+        cost=None if options.cost is None else CostModel.load(options.cost),
     )
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
     groups = read_rollouts(options.rollouts, tokenizer)
@@ -84,15 +84,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="write the table and the schedule")
     parser.add_argument("--verbose", action="store_true", help="print the schedule too")
     return parser
-
-
-def _cost_model(name: str) -> CostModel:
-    try:
-        return CostModel.load(name)
-    except (ValueError, OSError) as error:
-        raise ValueError(
-            f"expected --cost to be a file that harts bench --fit-cost wrote, got {name!r}: {error}"
-        ) from error
 
 
 def plan_report(groups: Sequence[RolloutGroup], config: PlannerConfig) -> dict[str, Any]:

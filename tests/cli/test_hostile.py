@@ -135,4 +135,4 @@ def test_cost_models_that_cannot_be_read(content, rollouts, tmp_path, capsys):
     """The file is named."""
     (tmp_path / "cost.json").write_text(content)
     message = refused(capsys, "plan", rollouts, "--cost", tmp_path / "cost.json")
-    assert f"expected --cost to be a file that harts bench --fit-cost wrote, got '{tmp_path / 'cost.json'}'" in message
+    assert f"expected a cost model that harts bench --fit-cost wrote, got '{tmp_path / 'cost.json'}'" in message
