@@ -29,14 +29,25 @@ from benchmarks.live_bytes import LiveBytes
 from benchmarks.machine import describe_machine
 from benchmarks.window_limits import limits_to_try, real_windows
 from benchmarks.window_workloads import MODELS, SEED, Case, build_model, trees
-from harts_hf import RolloutTree, Schedule, patch, unpatch
+from harts_hf import PlannerConfig, RolloutTree, Schedule, patch, unpatch
+from harts_hf.modeling import handed_sizes, with_handed_bytes
 from harts_hf.modeling.widening import float64_everywhere
-from harts_hf.planner.memory import MemoryCounts
+from harts_hf.planner import CostModel
 from harts_hf.runtime import Coefficients, TreeWindow, WindowRun
 
 RESULTS = Path(__file__).parent / "results" / "window_memory.json"
 BAR = 0.10
-FEATURES = (*MemoryCounts.names(), "constant")
+# Handed values and gradients by their bytes, which the planner knows exactly for a model, not row by row.
+FEATURES = (
+    "graph_rows",
+    "graph_chunks",
+    "graph_prefix_rows",
+    "scoring_rows",
+    "backward_rows",
+    "backward_prefix_rows",
+    "handed_bytes",
+    "constant",
+)
 
 
 def cases() -> Iterator[Case]:
@@ -93,7 +104,7 @@ def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
 
 def measure(model: nn.Module, trajectories: list[np.ndarray], case: Case) -> tuple[Schedule, np.ndarray, int]:
     """The schedule, the peak of live bytes within each of its ops, and the bytes that stay when the window is gone."""
-    window = TreeWindow(trajectories, case.planner)
+    window = TreeWindow(trajectories, planner_of(model, case))
     schedule = window.schedule
     peaks: list[int] = []
     for batch in window.batches:
@@ -104,6 +115,11 @@ def measure(model: nn.Module, trajectories: list[np.ndarray], case: Case) -> tup
         del window, batch
         gc.collect()
         return schedule, np.array(peaks, float), live.now
+
+
+def planner_of(model: nn.Module, case: Case) -> PlannerConfig:
+    """The case's limits, with the bytes that this model hands over."""
+    return replace(case.planner, cost=with_handed_bytes(CostModel(), handed_sizes(model, torch.float32)))
 
 
 def train(model: nn.Module, window: TreeWindow, live: LiveBytes, peaks: list[int]) -> None:
@@ -137,9 +153,10 @@ def record(live: LiveBytes, peaks: list[int], function: Callable[..., Any], *arg
 
 
 def features(schedule: Schedule) -> np.ndarray:
-    """The planner's counts while each op runs, and 1, ``[ops, 11]``."""
-    counts = schedule.memory_counts().table()
-    return np.append(counts, np.ones((len(counts), 1)), axis=1)
+    """The planner's counts while each op runs, and 1, ``[ops, 8]``."""
+    counts = schedule.memory_counts()
+    columns = [getattr(counts, name) for name in FEATURES[:-1]]
+    return np.stack([*columns, np.ones(len(columns[0]))], axis=1)
 
 
 def fit(measured: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
@@ -201,9 +218,11 @@ def studies() -> dict[str, Any]:
 def growth(model: nn.Module, rows: dict[str, list[np.ndarray]], per_unit: np.ndarray) -> list[dict[str, Any]]:
     """Peaks of a tree and of one about 8 times as large, equally deep, at the same limits."""
     results = []
+    one = Case(tree="1 history", execution="replay", budget=256)
+    alone = TreeWindow(rows[one.tree], planner_of(model, one)).schedule.peak_handoff_bytes
     for execution, limits in (
         ("replay", {}),
-        ("replay", {"max_handoff_bytes": 2_500_000}),
+        ("replay", {"max_handoff_bytes": int(1.5 * alone)}),
         ("nested", {"max_graph_tokens": 512}),
         ("keep", {}),
     ):
@@ -235,7 +254,7 @@ def limits(model: nn.Module, trajectories: list[np.ndarray]) -> list[dict[str, A
     """What limits on handed bytes cost and save in replay on a wide tree."""
     case = Case(tree="8 histories", execution="replay", budget=256)
     results = []
-    for limit in limits_to_try(RolloutTree.from_trajectories(trajectories), case.planner):
+    for limit in limits_to_try(RolloutTree.from_trajectories(trajectories), planner_of(model, case)):
         schedule, ops, _ = measure(model, trajectories, replace(case, max_handoff_bytes=limit))
         results.append(
             {

@@ -8,7 +8,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harts_hf import PlannerConfig
-from harts_hf.planner.cost import CostModel
 
 VOCAB, SEED = 512, 0
 _LAYERS = {
@@ -49,11 +48,6 @@ MODELS = {
         "first_k_dense_replace": 1,
     },
 }
-# Bytes that the planner's own limit on handed states is given here: float32 values and gradients of one attention
-# layer, and of three linear layers' states and up to 63 replayed rows.
-COST = CostModel(
-    handoff_bytes_per_row=1024, handoff_bytes_per_state=300_000, source="shapes of the benchmark's models"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +69,6 @@ class Case:
             execution=self.execution,
             max_graph_tokens=self.max_graph_tokens,
             max_handoff_bytes=self.max_handoff_bytes,
-            cost=COST,
         )
 
 

@@ -32,6 +32,7 @@ class MemoryCounts:
         scoring_rows: network rows of the running forward, if it makes no graph.
         backward_rows: network rows of the running backward.
         backward_prefix_rows: rows that the running backward reads from trunks, where their gradients are made.
+        handed_bytes: of the handed values and gradient sums that are alive, by the cost model's sizes.
     """
 
     graph_rows: IntArray
@@ -44,6 +45,7 @@ class MemoryCounts:
     scoring_rows: IntArray
     backward_rows: IntArray
     backward_prefix_rows: IntArray
+    handed_bytes: IntArray
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -51,11 +53,14 @@ class MemoryCounts:
         return tuple(field.name for field in fields(cls))
 
     def table(self) -> IntArray:
-        """``[ops, 10]``."""
+        """``[ops, 11]``."""
         return np.stack([getattr(self, name) for name in self.names()], axis=1)
 
     def peak_bytes(self, bytes_per_unit: Mapping[str, float]) -> float:
         """The largest sum of counts times bytes over all ops; counts that are not named weigh nothing.
+
+        ``handed_bytes`` are bytes already (its weight is near 1) and stand for the four counts of values and
+        gradients.
 
         Raises:
             ValueError: a name that is no count.
@@ -98,6 +103,7 @@ def count_memory(
         scoring_rows=running("S", rows),
         backward_rows=running("B", rows),
         backward_prefix_rows=running("B", prefix),
+        handed_bytes=handed_bytes(ops, microbatches, exports),
     )
 
 

@@ -50,7 +50,7 @@ def test_bytes_count_values_and_gradients_while_they_live():
     """8 rows of 1 + 2 bytes and a state of 10 + 10: values alone, then both, then gradients alone."""
     schedule = plan("replay")
     alive = handed_bytes(schedule.ops(), schedule.microbatches, schedule.exports.of)
-    assert alive.tolist() == [18] * 4 + [44] * 3 + [26] * 2
+    assert alive.tolist() == schedule.memory_counts().handed_bytes.tolist() == [18] * 4 + [44] * 3 + [26] * 2
     assert schedule.peak_handoff_bytes == 44
 
 
@@ -125,6 +125,7 @@ def test_counts_equal_brute_force(shape, budget, execution, limit, world_size):
             assert counts.backward_prefix_rows[place] == (microbatches[index].num_prefix if kind == "B" else 0)
             in_bytes = sum(exports[trunk].value_bytes for trunk in values)
             peaks.append(in_bytes + sum(exports[trunk].gradient_bytes for trunk in sums))
+            assert counts.handed_bytes[place] == peaks[-1]
     assert schedule.peak_handoff_bytes == max(peaks)
 
 
