@@ -5,6 +5,7 @@ import torch
 from support.models import VOCAB, tiny_model
 from support.parity import check_run_parity
 from support.trees import branching, random_trajectories
+from torch.autograd.graph import save_on_cpu
 
 from harts_hf import PlannerConfig, patch, tree_logprobs
 from harts_hf.kernels.attention import tree_attention
@@ -82,3 +83,11 @@ def test_deterministic_reaches_attention(monkeypatch):
         asked.clear()
         torch.cat(tree_logprobs(model, rows(), planner(), deterministic=deterministic)).sum().backward()
         assert len(asked) > 2 and set(asked) == {deterministic}
+
+
+@pytest.mark.parametrize("execution", ["replay", "nested", "keep"])
+@pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_next"])
+def test_offloaded_checkpoints(family, execution):
+    """What activation checkpointing keeps of a layer lies in copies on the CPU and comes back for the backward."""
+    model = checkpointed(tiny_model(family, dtype=torch.float64))
+    check_run_parity(model, rows(), planner(execution), context=save_on_cpu)

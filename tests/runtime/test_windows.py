@@ -9,7 +9,7 @@ from support.parity import check_parity
 from support.schedules import random_schedule
 from support.trees import branching, random_trajectories, real_trajectories
 
-from harts_hf import PlannerConfig, RolloutTree, tree_logprobs
+from harts_hf import PlannerConfig, RolloutTree, patch, tree_logprobs
 from harts_hf.modeling.handoff import HandoffError
 from harts_hf.runtime import Coefficients, TreeWindow, WindowRun
 
@@ -108,6 +108,24 @@ def test_executions_agree():
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bailing_hybrid"])
+def test_a_split_run_equals_an_unsplit_run(family):
+    """Seven microbatches and one give the same gradients."""
+    results = []
+    for budget in (64, 4096):
+        model, window = patch(tiny_model(family, dtype=torch.float64)), TreeWindow(split_rows(), planner(budget))
+        results.append((len(window.batches), run_backward(model, window, WindowRun(model, window))))
+    (many, split), (one, whole) = results
+    assert (many, one) == (7, 1)
+    for a, b in zip(split, whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def split_rows():
+    """A tree of trunks inside trunks."""
+    return branching(65, vocab=VOCAB) + random_trajectories(3, vocab=VOCAB, count=4)
 
 
 def test_freed_states_are_an_error():
