@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import FAMILIES, VOCAB, tiny_model
+from support.oracle import float64_everywhere
 from support.parity import check_parity
 from support.schedules import random_schedule
 from support.trees import branching, random_trajectories, real_trajectories
@@ -116,7 +117,8 @@ def test_a_split_run_equals_an_unsplit_run(family):
     results = []
     for budget in (64, 4096):
         model, window = patch(tiny_model(family, dtype=torch.float64)), TreeWindow(split_rows(), planner(budget))
-        results.append((len(window.batches), run_backward(model, window, WindowRun(model, window))))
+        with float64_everywhere(model):
+            results.append((len(window.batches), run_backward(model, window, WindowRun(model, window))))
     (many, split), (one, whole) = results
     assert (many, one) == (7, 1)
     for a, b in zip(split, whole, strict=True):
