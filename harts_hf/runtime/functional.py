@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from harts_hf.modeling import handed_sizes, patch, vocab_size_of, with_handed_bytes
+from harts_hf.modeling import handed_sizes, is_patched, patch, unpatch, vocab_size_of, with_handed_bytes
 from harts_hf.planner import CostModel, PlannerConfig
 from harts_hf.runtime.run import Coefficients, HeadOptions, WindowRun
 from harts_hf.runtime.window import TreeWindow
@@ -48,12 +48,18 @@ def tree_logprobs(
         UnsupportedModelError: a model that is not supported.
         ValueError: bad trajectories or a bad temperature.
     """
+    was_patched = is_patched(model)
     patch(model)
     planner = planner or PlannerConfig()
     if planner.cost is None:
         sizes = handed_sizes(model, next(model.parameters()).dtype)
         planner = replace(planner, cost=with_handed_bytes(CostModel(), sizes))
-    window = TreeWindow(trajectories, planner, vocab_size=vocab_size_of(model))
+    try:
+        window = TreeWindow(trajectories, planner, vocab_size=vocab_size_of(model))
+    except ValueError:
+        if not was_patched:
+            unpatch(model)
+        raise
     return window_logprobs(model, window, temperature, return_entropy, deterministic=deterministic)
 
 
