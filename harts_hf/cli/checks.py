@@ -1,6 +1,7 @@
 """What commands check before the work begins: files to write, seeds, devices."""
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ def check_output_file(option: str, name: str | None) -> None:
     if name is None:
         return
     path = Path(name)
-    is_new = not path.exists()
+    is_new = not os.path.lexists(path)
     try:
         with path.open("ab"):
             pass

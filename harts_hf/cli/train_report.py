@@ -166,13 +166,16 @@ class TrainReport(TrainerCallback):
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a file, if there is one, but for a last line that was being written when its run ended."""
-    entries = []
+    """The entries of a file, if there is one, up to the first line that is none of ours or was not finished."""
+    entries: list[dict[str, Any]] = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
-            entries.append(json.loads(line))
+            entry = json.loads(line)
         except json.JSONDecodeError:
             break
+        if not isinstance(entry, dict) or not {"step", "seconds"} <= entry.keys():
+            break
+        entries.append(entry)
     return entries
 
 

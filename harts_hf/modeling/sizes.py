@@ -29,12 +29,16 @@ class HandedSizes:
     gradients: dict[Kind, int]
 
 
-def handed_sizes(model: nn.Module, dtype: torch.dtype, *, expand_latents: bool = False) -> HandedSizes:
+def handed_sizes(
+    model: nn.Module, dtype: torch.dtype, *, keys_dtype: torch.dtype | None = None, expand_latents: bool = False
+) -> HandedSizes:
     """What a model of a supported family hands over.
 
     Args:
         model: may be patched, and inside a PEFT model.
         dtype: that the layers compute in, float32 or bfloat16.
+        keys_dtype: of keys and values, if another one. Under autocast families differ, and the parameters' dtype is
+            the widest.
         expand_latents: whether an MLA hands over keys and values instead of latents.
     """
     base = causal_lm_of(model)
@@ -42,21 +46,22 @@ def handed_sizes(model: nn.Module, dtype: torch.dtype, *, expand_latents: bool =
     heads, keys, values, conv = _kimi(config) if rule == "kimi_delta" else _gated(config)
     decays = heads * keys if rule == "kimi_delta" else heads
     narrow, wide = dtype.itemsize, max(4, dtype.itemsize)
+    key = (keys_dtype or dtype).itemsize
     linear = conv + heads  # q, k, v and beta
-    decay = narrow if config.model_type == "bailing_hybrid" else 4  # the one family that rounds decays to its dtype
+    decay = key if config.model_type == "bailing_hybrid" else 4  # the one family that rounds decays to hidden states'
     full_layers = config.layer_types.count("full_attention")
     linear_layers = config.layer_types.count("linear_attention")
     row = full_layers * _keys(config, expand_latents=expand_latents)
     state = linear_layers * heads * keys * values
     return HandedSizes(
         values={
-            "keys": row * narrow,
+            "keys": row * key,
             "states": state * wide,
             "linear": linear_layers * (linear * narrow + decays * decay),
             "conv": linear_layers * conv * narrow,
         },
         gradients={
-            "keys": row * wide,
+            "keys": row * max(4, key),
             "states": state * wide,
             "linear": linear_layers * (linear + decays) * wide,
             "conv": linear_layers * conv * wide,

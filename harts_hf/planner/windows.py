@@ -38,13 +38,26 @@ def plan_window(trees: RolloutTree | Sequence[RolloutTree], config: PlannerConfi
 
 def _sufficient(tree: RolloutTree, config: PlannerConfig, error: LimitError) -> LimitError:
     """The error with limits under which there is a schedule: raising one may take another order, that needs more."""
-    while True:
-        try:
-            _plan(tree, replace(config, **error.needed))  # type: ignore[arg-type]
-        except LimitError as other:
-            error = LimitError(join_needs([error.needed, other.needed]), config)
-        else:
-            return error
+    needed = error.needed
+    while (more := _missing(tree, config, needed)) is not None:
+        needed = join_needs([needed, more])
+    for name in list(needed) if len(needed) > 1 else ():  # with the others raised, less may do
+        others = {other: value for other, value in needed.items() if other != name}
+        more = _missing(tree, config, others)
+        if more is None:
+            needed = others
+        elif list(more) == [name]:
+            needed = {**others, name: min(needed[name], more[name])}
+    return LimitError(needed, config)
+
+
+def _missing(tree: RolloutTree, config: PlannerConfig, limits: dict[str, int]) -> dict[str, int] | None:
+    """What is still too small with some limits raised; None if a schedule keeps them."""
+    try:
+        _plan(tree, replace(config, **limits))  # type: ignore[arg-type]
+    except LimitError as error:
+        return error.needed
+    return None
 
 
 def _plan(tree: RolloutTree, config: PlannerConfig) -> Schedule:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 # Values of each tensor that are compared bit by bit; tensors up to twice as large are compared whole.
@@ -32,19 +33,20 @@ class ModelGuard:
 
     Seen are: parameters changed in place (an optimizer's step, ``load_state_dict``), given other storage
     (``p.data = ...``), frozen or unfrozen (another adapter); modules replaced, added, removed or of another class
-    (``unpatch``, an injected adapter); and, by a sample of bits, values of parameters and buffers that changed past
-    autograd's counters (``p.data.copy_``, a merged adapter).
+    (``unpatch``, an injected adapter); and, by a sample of bits, values of parameters that changed past autograd's
+    counters (``p.data.copy_``, a merged adapter). A few values changed so in a large parameter may escape the sample.
 
-    Not a change is what sharding does within a step: FSDP2 and ZeRO-3 exchange the tensors that modules hold. Their
-    own shards are watched instead.
+    Not a change is what a step itself does: FSDP2 and ZeRO-3 exchange the tensors that modules hold (their own shards
+    are watched instead, where they can be seen), and forwards may write buffers, such as counts of tokens. Only
+    buffers that are constants are watched: floating-point ones that are not saved, such as rotary frequencies.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules = [(module, type(module)) for module in model.modules()]
         parameters = list(model.named_parameters())
-        # After a forward FSDP2 may leave its root's parameters whole; those are copies, made anew in each forward.
-        is_fsdp = any(isinstance(parameter, DTensor) for _, parameter in parameters)
+        # After a forward FSDP2 may leave parameters whole; those are copies, made anew in each forward.
+        is_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
         watched = [(n, p) for n, p in parameters if isinstance(p, DTensor) or not is_fsdp]
         rewritten = _rewritten_by_adapters(model)
         self._parameters = [
@@ -58,7 +60,6 @@ class ModelGuard:
             for name, parameter in watched
         ]
         self._registered = None if is_fsdp else [parameter for _, parameter in parameters]
-        self._buffers = [name for name, _ in model.named_buffers()]
         self._bits = _sample(self._tensors())
 
     def check(self) -> None:
@@ -80,7 +81,7 @@ class ModelGuard:
         """:meth:`check`, and compares modules and bits.
 
         Raises:
-            ModelChangedError: a parameter, a buffer or a module was changed.
+            ModelChangedError: a parameter, a constant or a module was changed.
         """
         self.check()
         modules = list(self._model.modules())
@@ -94,8 +95,6 @@ class ModelGuard:
             same = len(parameters) == len(self._registered)
             if not same or any(a is not b for a, b in zip(parameters, self._registered, strict=True)):
                 _fail("it has other parameters")
-        if [name for name, _ in self._model.named_buffers()] != self._buffers:
-            _fail("it has other buffers")
         now = _sample(self._tensors())
         if now.keys() != self._bits.keys():
             _fail("it is on other devices or of other dtypes")
@@ -105,7 +104,16 @@ class ModelGuard:
 
     def _tensors(self) -> list[tuple[str, torch.Tensor]]:
         parameters: list[tuple[str, torch.Tensor]] = [(known.name, known.parameter) for known in self._parameters]
-        return parameters + list(self._model.named_buffers())
+        return parameters + _constants(self._model)
+
+
+def _constants(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [
+        (f"{prefix}.{name}", buffer)
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set and buffer.is_floating_point()
+    ]
 
 
 def _fail(what: str) -> None:

@@ -33,8 +33,8 @@ class TreeOptions:
         tree_max_handoff_bytes (`int`, *optional*):
             Bytes of states handed between microbatches that may be alive at once, their gradients included.
         tree_cost (`str`, *optional*):
-            File that `harts bench --fit-cost` wrote for the model on this machine. Without one, times are those of
-            Ling-3.0-tiny on an H200, and bytes are the model's own.
+            File that `harts bench --fit-cost` wrote for the model on this machine, whose times are used. Without one,
+            they are those of Ling-3.0-tiny on an H200. Bytes are always the trained model's own.
         tree_offload_handoff (`bool`, *optional*, defaults to `False`):
             Whether handed states lie on the CPU between uses.
         tree_handoff_latents (`str`, *optional*, defaults to `"compressed"`):

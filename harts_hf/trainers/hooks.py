@@ -58,8 +58,7 @@ class TreeHooks:
             patch(self.accelerator.unwrap_model(self.ref_model))
         options = self.args
         planner = options.planner_config()
-        if planner.cost is None:
-            planner = replace(planner, cost=with_handed_bytes(CostModel(), self._handed_sizes()))
+        planner = replace(planner, cost=with_handed_bytes(planner.cost or CostModel(), self._handed_sizes()))
         self._tree_collator = TreeDataCollator(planner=planner, vocab_size=vocab_size_of(self.model))
         self._tree_head = HeadOptions(
             temperature=self.temperature,
@@ -67,8 +66,13 @@ class TreeHooks:
         )
 
     def _handed_sizes(self) -> HandedSizes:
-        dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
-        return handed_sizes(self.model, dtype, expand_latents=self.args.tree_handoff_latents == "expanded")
+        stored = next(self.model.parameters()).dtype
+        return handed_sizes(
+            self.model,
+            torch.bfloat16 if self.args.bf16 else stored,
+            keys_dtype=stored,  # autocast leaves what rotary embeddings and norms return in float32
+            expand_latents=self.args.tree_handoff_latents == "expanded",
+        )
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -97,16 +101,16 @@ class TreeHooks:
         if compute_aux_loss:
             raise ValueError(AUX_LOSS_MESSAGE)
         leaves = self._tree_leaves
-        is_policy = self.accelerator.unwrap_model(model) is self.accelerator.unwrap_model(self.model)
-        if leaves is not None and is_policy and leaves.answers(input_ids, logits_to_keep):
+        asked, policy = self.accelerator.unwrap_model(model), self.accelerator.unwrap_model(self.model)
+        if leaves is not None and asked is policy and leaves.answers(policy, input_ids, logits_to_keep):
             return leaves.log_probs, leaves.entropies.float(), None  # TRL compares these with a float32 quantile
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in asked.parameters()):
             raise ValueError(
                 "expected gradients to be asked for the policy's log-probs of a step's own rows only, got "
-                + ("another model" if not is_policy else "other rows" if leaves else "a call outside a step")
+                + ("another model" if asked is not policy else "other rows" if leaves else "a call outside a step")
                 + ": score under torch.no_grad()"
             )
-        if not is_patched(self.accelerator.unwrap_model(model)):
+        if not is_patched(asked):
             raise ValueError("expected a model that runs on trees, got an unpatched one: call harts_hf.patch on it")
         rows = PaddedRows.from_tensors(input_ids, attention_mask, logits_to_keep)
         window, (index,) = plan_rows([rows], self._tree_collator)

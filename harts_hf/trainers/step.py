@@ -31,18 +31,28 @@ class SliceLeaves:
         entropies: ``[B, C]``.
         rows: ``[B, P + C]`` token ids that they belong to.
         with_grad: whether the loss is computed to be differentiated.
+        adapters: which adapters of the policy were active; see :func:`active_adapters`.
     """
 
     log_probs: torch.Tensor
     entropies: torch.Tensor
     rows: torch.Tensor
     with_grad: bool
+    adapters: Any
 
-    def answers(self, input_ids: torch.Tensor, num_scored: int) -> bool:
+    def answers(self, policy: Any, input_ids: torch.Tensor, num_scored: int) -> bool:
         """Whether a call asks for these: not where a loss of the user's own scores other rows, or a reference model
-        without gradients."""
+        without gradients or adapters."""
         same_rows = input_ids.shape == self.rows.shape and bool(torch.equal(input_ids, self.rows))
-        return same_rows and num_scored == self.log_probs.shape[1] and torch.is_grad_enabled() == self.with_grad
+        same_policy = torch.is_grad_enabled() == self.with_grad and active_adapters(policy) == self.adapters
+        return same_rows and same_policy and num_scored == self.log_probs.shape[1]
+
+
+def active_adapters(policy: Any) -> Any:
+    """Something that differs where other adapters of a PEFT model are active, or none; None for other models."""
+    if not hasattr(policy, "peft_config"):
+        return None
+    return tuple(policy.active_adapters), tuple(parameter.requires_grad for parameter in policy.parameters())
 
 
 class TreeStep(_BaseTrainer):
@@ -196,12 +206,17 @@ class TreeStep(_BaseTrainer):
     def _loss(self, model: nn.Module, slices: Slices, leaves: Sequence[Any], num_items: Any) -> list[torch.Tensor]:
         """TRL's own loss of every slice, scaled for accumulation."""
         losses = []
+        adapters = active_adapters(self.accelerator.unwrap_model(self.model))
         for number, (one, pair) in enumerate(zip(slices, leaves, strict=True)):
             # TRL's adaptive entropy controller acts on the slice that synchronises.
             self.accelerator.gradient_state._set_sync_gradients(number == len(slices) - 1)
             log_probs, entropies = pair
             self._tree_leaves = SliceLeaves(
-                log_probs=log_probs, entropies=entropies, rows=_token_ids(one), with_grad=torch.is_grad_enabled()
+                log_probs=log_probs,
+                entropies=entropies,
+                rows=_token_ids(one),
+                with_grad=torch.is_grad_enabled(),
+                adapters=adapters,
             )
             try:
                 with self.compute_loss_context_manager():

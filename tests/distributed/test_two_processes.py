@@ -18,6 +18,7 @@ SCRIPT = Path(__file__).parent / "train_two.py"
 WRAPPERS = {
     "ddp": ("MULTI_CPU", "DistributedDataParallel"),
     "fsdp2": ("FSDP", "FSDPQwen3_5ForCausalLM"),
+    "fsdp2_whole": ("FSDP", "FSDPQwen3_5ForCausalLM"),
     "zero3": ("DEEPSPEED", "DeepSpeedEngine"),
 }
 pytestmark = pytest.mark.distributed
@@ -63,7 +64,7 @@ def test_backend(backend, tmp_path):
     counts = [[log["tree/microbatches"] for log in fact["logs"][:-1]] for fact in facts]
     assert counts[0] != counts[1] and min(counts[0]) > 1
     for stock_log, log in zip(stock_facts[0]["logs"][:-1], facts[0]["logs"][:-1], strict=True):
-        for name in ("loss", "entropy", "reward", "clip_ratio/region_mean"):
+        for name in {"loss", "entropy", "reward", "clip_ratio/region_mean"} & stock_log.keys():
             assert log[name] == pytest.approx(stock_log[name], abs=1e-5)
         assert log["tree/sharing_ratio"] > 1.3
 

@@ -1,8 +1,9 @@
 """Run by torchrun: trains a stock or a tree trainer on recorded rollouts with a backend, and saves what rank 0 has.
 
-    torchrun --nproc_per_node 2 train_two.py {stock,tree,untouched} {ddp,fsdp2,zero1,zero2,zero3} FOLDER
+    torchrun --nproc_per_node 2 train_two.py {stock,tree,untouched} {ddp,fsdp2,fsdp2_whole,zero1,zero2,zero3} FOLDER
 
 "untouched" is "tree" with a planted bug: a microbatch without labels has a backward that touches no parameter.
+"fsdp2_whole" leaves parameters whole after forwards, and scores old log-probs first, so they are when a window begins.
 """
 
 import json
@@ -23,13 +24,14 @@ def allow_fsdp_on_cpu() -> None:
 
 def backend_options(backend: str) -> dict:
     """TrainingArguments for a backend."""
-    if backend == "fsdp2":
+    if backend.startswith("fsdp2"):
         return {
+            "num_iterations": 2 if backend == "fsdp2_whole" else 1,
             "fsdp": "full_shard auto_wrap",
             "fsdp_config": {
                 "version": 2,
                 "transformer_layer_cls_to_wrap": ["Qwen3_5DecoderLayer"],
-                "reshard_after_forward": True,
+                "reshard_after_forward": backend == "fsdp2",
             },
         }
     if backend.startswith("zero"):
@@ -86,7 +88,7 @@ def main() -> None:
     arguments = {**recorded.arguments(folder), **backend_options(backend), **options}
     model = tiny_model("qwen3_5_text", seed=1)  # before the arguments, which would have ZeRO-3 take it over
     config = (TreeGRPOConfig if tree else GRPOConfig)(**arguments)
-    if backend == "fsdp2":
+    if backend.startswith("fsdp2"):
         allow_fsdp_on_cpu()
     trainer = (TreeGRPOTrainer if tree else GRPOTrainer)(
         model,

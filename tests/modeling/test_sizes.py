@@ -55,6 +55,21 @@ def test_sizes_are_what_is_kept(family, expand_latents, dtype):
     assert most[0]["keys"] > 0 and most[0]["states"] > 0
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast(family):
+    """bfloat16 autocast over float32 weights, as is the default in TRL: no kind takes more than is counted."""
+    model = patch(tiny_model(family))
+    planner = PlannerConfig(max_tokens_per_microbatch=64, sharing="always", execution="replay")
+    window = TreeWindow(branching(150, vocab=VOCAB), planner)
+    run = WindowRun(model, window, context=lambda: torch.autocast("cpu", torch.bfloat16))
+    run.score()
+    sizes = handed_sizes(model, torch.bfloat16, keys_dtype=torch.float32)
+    values, rows = kept(run, "values")
+    for kind, count in rows.items():
+        counted = count * sizes.values[kind]
+        assert counted / 2 <= values[kind] <= counted, kind
+
+
 def test_cost_model_of_sizes():
     """A row's and a boundary's bytes are values and gradients together, half a chunk replayed."""
     sizes = handed_sizes(tiny_model("qwen3_5_text"), torch.bfloat16)

@@ -37,7 +37,7 @@ def test_good_rows_pass():
         ({"logprobs": [[-0.1, 0.0], [-1.0]]}, 2, r"logprobs\[0\] to have 3 entries, .* got 2"),
         ({"env_mask": [[1, 0, 1], [1, 1]]}, 2, r"env_mask\[1\] to have 1 entries, .* got 2"),
         ({"env_mask": [[1, 2, 1], [1]]}, 2, r"expected 0 or 1 in env_mask\[0\], got 2 at position 1"),
-        ({"logprobs": [[-0.1, math.nan, -1], [-1.0]]}, 2, r"finite numbers in logprobs\[0\], got nan at position 1"),
+        ({"logprobs": [[-0.1, math.inf, -1], [-1.0]]}, 2, r"finite numbers in logprobs\[0\], got inf at position 1"),
         ({"advantages": [[0.0, 1.0, math.inf], [1.0]]}, 2, r"finite numbers in advantages\[0\], got inf"),
     ],
 )

@@ -202,6 +202,23 @@ def test_what_is_no_change(execution):
     assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
 
 
+def test_a_forward_may_count():
+    """A module that counts its tokens in a buffer, as routers do, changes no gradient."""
+    model = patch(tiny_model("qwen3_5_text"))
+    norm = model.model.norm
+    norm.register_buffer("seen", torch.zeros((), dtype=torch.int64), persistent=False)
+    norm.register_buffer("load", torch.zeros(4))
+
+    def count(module, inputs, output):
+        module.seen += output.shape[-2]
+        module.load += 1
+
+    norm.register_forward_hook(count)
+    model, run, coefficients = scored(model=model)
+    run.backward(coefficients, torch.Tensor.backward)
+    assert norm.seen > 0
+
+
 def test_dropout_after_patching():
     """A dropout that was switched on after patching would make train() and eval() matter: refused by the forward."""
     model = patch(tiny_model("qwen3_5_text"))

@@ -22,7 +22,7 @@ def run_trainer(
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], Any]:
     """Trains a fresh float64 model; returns its parameters, its log history and the trainer."""
     rollout_func = options.pop("rollout_func", recorded.rollout_func)
-    callbacks = options.pop("callbacks", None)
+    callbacks, lora = options.pop("callbacks", None), options.pop("peft_config", None)
     model = tiny_model(family, dtype=torch.float64, seed=1)
     if options.get("beta"):  # TRL loads the reference model from where the policy came from
         model.save_pretrained(folder / "start")
@@ -38,6 +38,7 @@ def run_trainer(
         train_dataset=recorded.dataset(),
         processing_class=recorded.tokenizer(),
         callbacks=callbacks,
+        peft_config=lora,
         **extra,
     )
     with float64_everywhere(model):

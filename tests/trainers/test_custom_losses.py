@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig
 from support.trainer_runs import assert_same_training, run_trainer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -99,6 +100,34 @@ def test_placeholders_show_a_loss_of_values(loss, tmp_path, monkeypatch):
     for log in got[1][:-1]:
         assert log["tree/scoring_skipped"] == 0
         assert log["tree/scoring_needed_by/loss_of_log_probs"] == 1
+
+
+class WithoutAdapter:
+    """A pull towards the policy without its adapter, which needs no torch.no_grad(): nothing is trainable then."""
+
+    def _compute_loss(self, model, inputs):
+        with model.disable_adapter():
+            reference, _ = log_probs_and_entropies(self, model, inputs, entropies=False)
+        log_probs, _ = log_probs_and_entropies(self, model, inputs)
+        distance = ((log_probs - reference.detach()) * inputs["completion_mask"]).square().mean()
+        return super()._compute_loss(model, inputs) + distance
+
+
+@pytest.mark.parametrize("options", [{}, CUT])
+def test_policy_without_its_adapter_inside_the_loss(options, tmp_path):
+    """The hook does not answer for a disabled adapter with the log-probs of the enabled one."""
+    stock, tree = pair(WithoutAdapter)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "up_proj", "out_proj"], init_lora_weights=False)
+    expected = run_trainer(stock, GRPOConfig, tmp_path / "stock", peft_config=lora)
+    got = run_trainer(tree, TreeGRPOConfig, tmp_path / "tree", peft_config=lora, **options)
+    moved = 0.0
+    for name, value in expected[0].items():
+        if "lora" in name:
+            assert torch.allclose(got[0][name], value, rtol=0, atol=1e-7), name
+            moved = max(moved, value.abs().max().item())
+    assert moved > 0
+    for log, other in zip(expected[1][:-1], got[1][:-1], strict=True):
+        assert other["loss"] == pytest.approx(log["loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, CUT])

@@ -1,5 +1,7 @@
 """What the tree trainers add to TRL: budgets, sharing, credit, metrics, and errors before a step is lost."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -307,14 +309,16 @@ def test_limits_reach_the_planner(tmp_path):
 
 
 def test_cost_model_reaches_the_planner(tmp_path):
-    """A fitted file is used as it is; without one, bytes are the model's and times the default ones."""
-    cost = CostModel(handoff_bytes_per_row=7.0, source="a test")
-    cost.save(tmp_path / "cost.json")
+    """Times are a fitted file's or the default ones; bytes are the model's."""
+    times = replace(CostModel().forward, calls=7.0)
+    CostModel(forward=times, handoff_bytes_per_row=7.0, source="a test").save(tmp_path / "cost.json")
     given = tree_run(tmp_path / "given", max_steps=1, tree_cost=str(tmp_path / "cost.json"))[2]
-    assert given._tree_collator.planner.cost == cost
-    own = tree_run(tmp_path / "own", max_steps=1)[2]._tree_collator.planner.cost
-    assert own.handoff_bytes_per_row == 1 * 2 * 2 * 16 * (8 + 8)  # one layer, keys and values of two heads, float64
-    assert own.forward == CostModel().forward
+    own = tree_run(tmp_path / "own", max_steps=1)[2]
+    for trainer, forward in ((given, times), (own, CostModel().forward)):
+        cost = trainer._tree_collator.planner.cost
+        assert cost.forward == forward
+        # One layer, keys and values of two heads, float64, and as many gradients.
+        assert cost.handoff_bytes_per_row == 1 * 2 * 2 * 16 * (8 + 8)
     with pytest.raises(ValueError, match="expected a cost model that harts bench --fit-cost wrote"):
         TreeGRPOConfig(**recorded.arguments(tmp_path, tree_cost=str(tmp_path / "none.json")))
 

@@ -218,7 +218,7 @@ def default_group_size(weight: int, num_rows: int, chunk_size: int) -> int:
 
     A tree that has hardly more of them than its rows would have without replay is one group: to split few long chains
     would leave the GPU idle. Others are split so that a layer's memory stays that of a layer without sharing, but into
-    about eight groups at most, so that launches do not grow with the branches.
+    about eight groups, at most twice as many (chains are not cut), so that launches do not grow with the branches.
     """
     without_replay = -(-num_rows // chunk_size)
     if weight <= 1.25 * without_replay:
