@@ -23,6 +23,7 @@ from harts_hf.tree import RolloutTree
 
 COLUMNS = ("group", "trajectories", "expanded", "unique", "ratio", "depth", "replay", "calls", "calls (ends)")
 MAX_GROUPS = 20
+MAX_CELL = 40
 
 
 def main(argv: Sequence[str]) -> int:
@@ -170,6 +171,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    return [
+    cells = [
         f"{row[c]:.2f}" if c == "ratio" else f"{row[c]:,}" if isinstance(row[c], int) else str(row[c]) for c in COLUMNS
     ]
+    return [cell if len(cell) <= MAX_CELL else cell[: MAX_CELL - 3] + "..." for cell in cells]

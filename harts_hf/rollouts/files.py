@@ -92,6 +92,8 @@ def read_rollouts(path: str | Path, tokenizer: Any = None) -> list[RolloutGroup]
             (Parquet: the row), counted from 1.
     """
     path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file")
     rollouts: dict[str, list[Rollout]] = {}
     shapes: list[RolloutGroup] = []
     unit = "row" if path.suffix == ".parquet" else "line"
