@@ -6,6 +6,6 @@ export PYTHONPATH=$root:$root/tests:$PYTHONPATH FLA_CONFIG_DIR=$root/$from/fla_h
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=2
 python3 benchmarks/gpu/triton_cache.py unpack $from
 (timeout 40 python3 -m pytest -m gpu -q tests/ops -p no:cacheprovider 2>&1 | tail -5 >$out/pytest.log) &
-cd benchmarks/gpu; timeout 510 python3 whole.py $out/whole.json $root/$from/shapes --budget ${3:-480}; wait
-cat $out/pytest.log; tail -n 40 /tmp/harts_whole/*-verdict.json >$out/verdicts.txt 2>/dev/null; cat /tmp/harts_whole/*.log >$out/whole.log
+cd benchmarks/gpu; work=$(mktemp -d); timeout 510 python3 whole.py $out/whole.json $root/$from/shapes --budget ${3:-480} --folder $work; wait
+cat $out/pytest.log; tail -n 40 $work/*-verdict.json >$out/verdicts.txt 2>/dev/null; cat $work/*.log >$out/whole.log
 echo whole $(( $(date +%s)-T0 )); python3 triton_cache.py pack $out

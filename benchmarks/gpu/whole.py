@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -74,7 +75,9 @@ def main() -> None:
     parser.add_argument("shapes", type=Path)
     parser.add_argument("--budget", type=float, default=480, help="seconds for everything")
     parser.add_argument("--families", nargs="+")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/harts_whole"), help="of logs and parts")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "harts_whole", help="of logs and parts"
+    )
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args()
     from whole_models import CONFIGS

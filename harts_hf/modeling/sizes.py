@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from harts_hf.batch import Kind
+from harts_hf.batch.handoff import CONV_ANCESTORS
 from harts_hf.modeling.families import family_of
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.planner import CHUNK_SIZE, CostModel
 
 # A boundary lies anywhere in a chunk, so on average it hands over half a chunk of rows to be replayed.
 REPLAYED_ROWS = (CHUNK_SIZE - 1) / 2
-CONV_ROWS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def with_handed_bytes(cost: CostModel, sizes: HandedSizes) -> CostModel:
     """A cost model whose bytes of handed rows and boundaries are those of a model."""
 
     def boundary(sizes: dict[Kind, int]) -> float:
-        return sizes["states"] + REPLAYED_ROWS * sizes["linear"] + CONV_ROWS * sizes["conv"]
+        return sizes["states"] + REPLAYED_ROWS * sizes["linear"] + CONV_ANCESTORS * sizes["conv"]
 
     row, row_gradient = sizes.values["keys"], sizes.gradients["keys"]
     state, state_gradient = boundary(sizes.values), boundary(sizes.gradients)

@@ -20,6 +20,12 @@ def log_probs_and_entropies(trainer, model, inputs, *, entropies=True):
     return trainer._get_per_token_logps_and_entropies(model, ids, mask, columns, compute_entropy=entropies)[:2]
 
 
+def distance_from(trainer, model, inputs, reference):
+    """Mean squared difference of the policy's log-probs from others."""
+    log_probs, _ = log_probs_and_entropies(trainer, model, inputs)
+    return ((log_probs - reference) * inputs["completion_mask"]).square().mean()
+
+
 class SquaredLogProbs:
     """A penalty whose derivative is a log-prob's value."""
 
@@ -59,9 +65,7 @@ class Reference:
     def _compute_loss(self, model, inputs):
         with torch.no_grad():
             reference, _ = log_probs_and_entropies(self, self.ref_model, inputs, entropies=False)
-        log_probs, _ = log_probs_and_entropies(self, model, inputs)
-        distance = ((log_probs - reference) * inputs["completion_mask"]).square().mean()
-        return super()._compute_loss(model, inputs) + distance
+        return super()._compute_loss(model, inputs) + distance_from(self, model, inputs, reference)
 
 
 class ReferenceWithGradients:
@@ -108,9 +112,7 @@ class WithoutAdapter:
     def _compute_loss(self, model, inputs):
         with model.disable_adapter():
             reference, _ = log_probs_and_entropies(self, model, inputs, entropies=False)
-        log_probs, _ = log_probs_and_entropies(self, model, inputs)
-        distance = ((log_probs - reference.detach()) * inputs["completion_mask"]).square().mean()
-        return super()._compute_loss(model, inputs) + distance
+        return super()._compute_loss(model, inputs) + distance_from(self, model, inputs, reference.detach())
 
 
 @pytest.mark.parametrize("options", [{}, CUT])
