@@ -20,11 +20,13 @@ class Tables:
 
     def to(self, device: torch.device | str) -> Self:
         """The same tables on ``device``."""
-        moved = {
-            f.name: value.to(device) if isinstance(value := getattr(self, f.name), torch.Tensor | Tables) else value
-            for f in fields(self)  # type: ignore[arg-type]
-        }
-        return type(self)(**moved)
+        return type(self)(**{f.name: _move(getattr(self, f.name), device) for f in fields(self)})  # type: ignore[arg-type]
+
+
+def _move(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_move(one, device) for one in value)
+    return value.to(device) if isinstance(value, torch.Tensor | Tables) else value
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

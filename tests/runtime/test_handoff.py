@@ -1,5 +1,8 @@
 """Handed states and their gradients by themselves: `pytest tests/runtime/test_handoff.py`."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from support.models import VOCAB, tiny_model
@@ -29,6 +32,27 @@ def test_bfloat16_gradients_are_summed_in_float32():
     kept.backward(torch.zeros_like(kept))
     assert keys.grad.dtype == torch.bfloat16
     assert keys.grad.flatten().tolist() == [1.5] * 3
+
+
+def test_windows_move_whole():
+    """After moving a window no tensor of it is left behind, however deep it lies (the meta device stands in)."""
+    tree = RolloutTree.from_trajectories(branching(65, vocab=VOCAB))
+    window = TreeWindow.from_schedule(branching(65, vocab=VOCAB), cut_schedule(tree, [60, 90], "replay"))
+    for batch in window.batches:
+        batch.conv(4)
+    found = list(_tensors([*window.to("meta").batches, window.dummy]))
+    assert len(found) > 100
+    assert {tensor.device.type for tensor in found} == {"meta"}
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(one)
+    elif hasattr(value, "__dict__"):
+        yield from _tensors(vars(value))
 
 
 @pytest.mark.parametrize("execution", ["replay", "nested", "keep"])
