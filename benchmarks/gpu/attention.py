@@ -3,23 +3,25 @@
     python attention.py parity 128 OUT.json                     128, 192/128, 256 or flex
     python attention.py time SHAPES_FOLDER OUT.json PART.json ...   with what the parity checks wrote
     python attention.py compile 128 VARIANT                     into FA4's cache on disk, where that is switched on
-    python attention.py masks SHAPES_FOLDER OUT.json [VARIANT ...]  ways to write the mask (masks.py), side by side
+
+Beside the package the variants of ``flash_variants.py`` are timed, and the forward by itself.
 
 Efficiency is the speedup over the ratio of visible pairs where branches are tile-aligned, and over the ratio of tiles
 at the kernel's own block sizes for real shapes; both ratios are reported. No time is reported where parity fails.
 """
 
+import functools
 import json
 import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from measure import machine, median_ms
+from measure import machine, medians_ms
 from parity_linear import Errors, first_occurrence, poison, report
 from time_linear import SHAPES, batches, cu_seqlens
 from trees import Forest, fork_layout, join, shape_forest
@@ -32,6 +34,7 @@ from harts_hf.tree import RolloutTree
 # head dims of q/k and v, query heads, key heads: as the supported models have them
 DIMS = {"128": (128, 128, 32, 4), "192/128": (192, 128, 32, 32), "256": (256, 256, 16, 2)}
 SEEDS = 5
+REPEATS = 5
 POOLED_LIMIT, SINGLE_LIMIT = 1.1, 4.0
 FORWARD_WORK, BACKWARD_WORK = 2, 5  # products of a tile
 
@@ -68,7 +71,10 @@ def run_tree(inputs: list[torch.Tensor], handed: int, intervals: AttentionInterv
     q, k, v, dy = inputs
     leaves = [x.detach().requires_grad_() for x in (q[handed:], k, v)]
     poison()
-    out = tree_attention(*[x.transpose(0, 1)[None] for x in leaves], intervals, scale=scale, backend=backend)[0]
+    own = AttentionIntervals(lo=intervals.lo.clone(), hi=intervals.hi.clone())
+    out = tree_attention(*[x.transpose(0, 1)[None] for x in leaves], own, scale=scale, backend=backend)[0]
+    del own
+    poison()  # whatever the backward still reads of the intervals has to be kept alive by the graph
     return [out.detach(), *torch.autograd.grad(out, leaves, dy[handed:])]
 
 
@@ -156,31 +162,37 @@ def tile_ratio(forest: Forest, intervals: AttentionIntervals, name: str) -> floa
     return work_expanded / work_tree
 
 
-def time_tree(forest: Forest, intervals: AttentionIntervals, name: str) -> float:
+def tree_run(forest: Forest, intervals: AttentionIntervals, name: str) -> tuple[Callable, Callable]:
+    """Forward and backward, and the forward alone."""
     dims = DIMS[name]
     q, k, v, dy = make(forest.num_rows, dims, 0)
     leaves = [x.transpose(0, 1)[None].detach().requires_grad_() for x in (q, k, v)]
 
-    def run() -> None:
-        torch.autograd.grad(tree_attention(*leaves, intervals, scale=dims[0] ** -0.5), leaves, dy[None])
+    def forward() -> torch.Tensor:
+        return tree_attention(*leaves, intervals, scale=dims[0] ** -0.5)
 
-    return median_ms(run, 7, 2)
+    return lambda: torch.autograd.grad(forward(), leaves, dy[None]), torch.no_grad()(forward)
 
 
-def time_expanded(forest: Forest, name: str) -> float:
-    dims, total, known = DIMS[name], 0.0, {}
+def expanded_runs(forest: Forest, name: str) -> dict[tuple, tuple[int, Callable, Callable]]:
+    """For each distinct batch of trajectories how often it comes, forward and backward, and the forward alone."""
+    dims, found = DIMS[name], {}
     for lengths in batches(forest.lengths):
         key = tuple(lengths.tolist())
-        if key not in known:
-            q, k, v, dy = make(int(lengths.sum()), dims, 0)
-            leaves = [x.requires_grad_() for x in (q, k, v)]
+        if key in found:
+            found[key] = (found[key][0] + 1, *found[key][1:])
+            continue
+        q, k, v, dy = make(int(lengths.sum()), dims, 0)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
 
-            def run(leaves=leaves, lengths=lengths, dy=dy) -> None:
-                torch.autograd.grad(varlen(*leaves, lengths, dims[0] ** -0.5), leaves, dy)
+        def forward(leaves=leaves, lengths=lengths) -> torch.Tensor:
+            return varlen(*leaves, lengths, dims[0] ** -0.5)
 
-            known[key] = median_ms(run, 2, 1)
-        total += known[key]
-    return total
+        def both(leaves=leaves, dy=dy, forward=forward) -> object:
+            return torch.autograd.grad(forward(), leaves, dy)
+
+        found[key] = (1, both, torch.no_grad()(forward))
+    return found
 
 
 def time_lists(intervals: AttentionIntervals, forest: Forest, name: str) -> float:
@@ -195,57 +207,6 @@ def time_lists(intervals: AttentionIntervals, forest: Forest, name: str) -> floa
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times)
-
-
-def use_mask(variant: str) -> None:
-    """Lets the package run with a mask of ``masks.py``; its tensors are made once per intervals, as the lists are."""
-    from masks import VARIANTS
-
-    known: WeakKeyDictionary = WeakKeyDictionary()
-
-    def mask_of(intervals: AttentionIntervals):
-        if intervals not in known:
-            known[intervals] = VARIANTS[variant](intervals)
-        return known[intervals]
-
-    flash.mask_of = mask_of
-
-
-def compare_masks(shapes: Path, out: Path, variants: list[str]) -> None:
-    """Times each mask on each shape, one after the other and again in reverse, where its results are the package's.
-
-    The mask for own keys alone is only right where none are handed over, as in all of these shapes.
-    """
-    result: dict = {**machine(), "rows": [], "failures": {}}
-    small = parity_forest()
-    forests = {"prefix-8192+16x1536": fork_layout(8192, 16, 1536)}
-    forests |= {name: shape_forest(shapes, name, 32768) for name in SHAPES}
-    for name, dims in DIMS.items():
-        inputs, right, scale = make(small.num_rows, dims, 0), [], dims[0] ** -0.5
-        use_mask("package")
-        wanted = run_tree(inputs, 0, small.intervals().to("cuda"), scale, "flash")
-        for variant in variants:
-            try:
-                use_mask(variant)
-                found = run_tree(inputs, 0, small.intervals().to("cuda"), scale, "flash")
-                error = max(((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True))
-                print(name, variant, "outputs equal:", torch.equal(found[0], wanted[0]), "worst", error, flush=True)
-                if torch.equal(found[0], wanted[0]) and error < 1e-2:
-                    right.append(variant)
-            except Exception:
-                result["failures"][f"{name} {variant}"] = traceback.format_exc()
-                print(result["failures"][f"{name} {variant}"][-1500:], flush=True)
-        for layout, forest in forests.items():
-            intervals = forest.intervals().to("cuda")
-            times: dict[str, list[float]] = {variant: [] for variant in right}
-            for variant in (*right, *right[::-1]):
-                use_mask(variant)
-                times[variant].append(time_tree(forest, intervals, name))
-            row = {"op": "masks", "head_dim": name, "layout": layout, "tree_ms": {v: min(t) for v, t in times.items()}}
-            result["rows"].append(row)
-            print(row, flush=True)
-            out.write_text(json.dumps(result, indent=1))
-            torch.cuda.empty_cache()
 
 
 def check_parity(name: str, out: Path) -> None:
@@ -280,8 +241,26 @@ def time_all(shapes: Path, out: Path, parts: list[Path]) -> None:
 
 
 def measure(layout: str, forest: Forest, name: str) -> dict:
+    from flash_variants import VARIANTS, use
+
     intervals = forest.intervals().to("cuda")
-    tree, expanded = time_tree(forest, intervals, name), time_expanded(forest, name)
+    both, forward = tree_run(forest, intervals, name)
+    expanded = expanded_runs(forest, name)
+    variants = [variant for variant, dims in VARIANTS.items() if name in dims]
+
+    def as_variant(variant: str) -> None:
+        with use(variant):
+            both()
+
+    runs = {"tree": both, "tree_forward": forward}
+    runs |= {variant: functools.partial(as_variant, variant) for variant in variants}
+    for number, (_, expanded_both, expanded_forward) in enumerate(expanded.values()):
+        runs |= {f"expanded {number}": expanded_both, f"expanded_forward {number}": expanded_forward}
+    found = medians_ms(runs, REPEATS, 1)
+    total, total_forward = (
+        sum(times * found[f"{what} {number}"] for number, (times, *_) in enumerate(expanded.values()))
+        for what in ("expanded", "expanded_forward")
+    )
     pairs, tiles = forest.pairs[0] / forest.pairs[1], tile_ratio(forest, intervals, name)
     row = {
         "op": "attention",
@@ -290,10 +269,13 @@ def measure(layout: str, forest: Forest, name: str) -> dict:
         "rows": forest.num_rows,
         "ratio": pairs,
         "tile_ratio": tiles,
-        "tree_ms": tree,
-        "baseline_ms": expanded,
-        "speedup": expanded / tree,
-        "efficiency": expanded / tree / (pairs if layout.startswith("prefix") else tiles),
+        "tree_ms": found["tree"],
+        "baseline_ms": total,
+        "speedup": total / found["tree"],
+        "efficiency": total / found["tree"] / (pairs if layout.startswith("prefix") else tiles),
+        "tree_forward_ms": found["tree_forward"],
+        "baseline_forward_ms": total_forward,
+        "variants_ms": {variant: found[variant] for variant in variants},
         "lists_ms": time_lists(intervals, forest, name),
     }
     print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
@@ -305,11 +287,11 @@ def main() -> None:
     if command == "parity":
         check_parity(arguments[0], Path(arguments[1]))
     elif command == "compile":
-        use_mask(arguments[1])
+        from flash_variants import use
+
         small, dims = parity_forest(), DIMS[arguments[0]]
-        run_tree(make(small.num_rows, dims, 0), 0, small.intervals().to("cuda"), dims[0] ** -0.5, "flash")
-    elif command == "masks":
-        compare_masks(Path(arguments[0]), Path(arguments[1]), arguments[2:] or ["package", "packed", "pointer", "own"])
+        with use(arguments[1]):
+            run_tree(make(small.num_rows, dims, 0), 0, small.intervals().to("cuda"), dims[0] ** -0.5, "flash")
     else:
         shapes, out, *parts = map(Path, arguments)
         time_all(shapes, out, parts)

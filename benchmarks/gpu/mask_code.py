@@ -1,6 +1,7 @@
-"""Compiles FlashAttention-4 with a mask of ``masks.py`` without a GPU, into DUMP_DIR, as ptx and cubin.
+"""Compiles FlashAttention-4 as the package calls it without a GPU, into DUMP_DIR, as ptx and cubin.
 
-python mask_code.py VARIANT HEAD_DIM DUMP_DIR        128, 192/128 or 256; then nvdisasm / cuobjdump -res-usage
+python mask_code.py VARIANT HEAD_DIM DUMP_DIR        "package" or one of flash_variants.py; 128, 192/128 or 256;
+                                                     then nvdisasm / cuobjdump -res-usage
 """
 
 import os
@@ -22,11 +23,11 @@ torch.cuda.get_device_capability = lambda *_: (9, 0)
 
 from flash_attn.cute import interface  # noqa: E402
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # noqa: E402
-from masks import VARIANTS  # noqa: E402
+from flash_variants import use  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from harts_hf.batch import AttentionIntervals  # noqa: E402
-from harts_hf.kernels.attention.flash import TILES  # noqa: E402
+from harts_hf.kernels.attention import flash  # noqa: E402
 
 DIMS = {"128": (128, 128, 32, 4), "192/128": (192, 128, 32, 32), "256": (256, 256, 16, 2)}
 ROWS = 1024
@@ -42,17 +43,19 @@ def lists(tile: tuple[int, int], by_key: bool) -> BlockSparseTensorsTorch:
     )
 
 
-with torch.no_grad(), FakeTensorMode():
-    dim_k, dim_v, heads, key_heads = DIMS[name]
+dim_k, dim_v, heads, key_heads = DIMS[name]
+ends = torch.zeros(ROWS, dtype=torch.int32)
+with use(variant):
+    shared = {"softmax_scale": 0.1, **flash.mask_of(AttentionIntervals(lo=ends, hi=ends))}
+    forward, backward = flash.TILES[dim_k, dim_v]
+with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
 
     def rows(heads: int, dim: int) -> torch.Tensor:
         return torch.empty(1, ROWS, heads, dim, dtype=torch.bfloat16, device="cuda")
 
     q, k, v, out = rows(heads, dim_k), rows(key_heads, dim_k), rows(key_heads, dim_v), rows(heads, dim_v)
-    ends = torch.empty(ROWS, dtype=torch.int32, device="cuda")
-    forward, backward = TILES[dim_k, dim_v]
-    shared = {"softmax_scale": 0.1, **VARIANTS[variant](AttentionIntervals(lo=ends, hi=ends))}
-    interface._flash_attn_fwd(q, k, v, **shared, block_sparse_tensors=lists(forward, False), return_lse=True)
+    packed = {"pack_gqa": False} if variant == "unpacked" else {}
+    interface._flash_attn_fwd(q, k, v, **shared, **packed, block_sparse_tensors=lists(forward, False), return_lse=True)
     lse = torch.empty(1, heads, ROWS, dtype=torch.float32, device="cuda")
     interface._flash_attn_bwd(q, k, v, out, out, lse, **shared, block_sparse_tensors=lists(backward, True))
-print(variant, name, sorted(os.listdir(folder)))
+print(variant, name, len(os.listdir(folder)), "files")

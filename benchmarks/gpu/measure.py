@@ -9,18 +9,29 @@ import torch
 
 
 def median_ms(run: Callable[[], object], repeats: int = 7, warmups: int = 2) -> float:
-    """Median of CUDA-event times; Python's own launch time counts where the GPU waits for it."""
+    """Median of CUDA-event times, see :func:`medians_ms`."""
+    return medians_ms({"run": run}, repeats, warmups)["run"]
+
+
+def medians_ms(runs: dict[str, Callable[[], object]], repeats: int = 7, warmups: int = 2) -> dict[str, float]:
+    """Medians of CUDA-event times, the runs taking turns, so that clocks and heat are the same for all.
+
+    Everything is queued without waiting in between, as in a training step: what Python takes to launch a run counts
+    only where it is longer than what the GPU has to do.
+    """
     for _ in range(warmups):
-        run()
-    times = []
+        for run in runs.values():
+            run()
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
     for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+        for name, run in runs.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: statistics.median(start.elapsed_time(end) for start, end in pairs) for name, pairs in events.items()}
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

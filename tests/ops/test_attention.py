@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from harts_hf.batch import AttentionIntervals
 from harts_hf.kernels.attention import api, tree_attention
 from harts_hf.kernels.attention import torch as torch_backend
+from harts_hf.kernels.attention.flash import pack_intervals
 from harts_hf.tree import RolloutTree
 
 NAMES = ("query", "key", "value")
@@ -98,6 +99,20 @@ def test_rows_of_the_mask_by_hand():
     zeros = torch.zeros(1, 1, 5, 2)
     out = tree_attention(zeros, zeros, value, intervals_of(tree), scale=1.0).flatten()
     torch.testing.assert_close(out, torch.tensor([1, 11 / 2, 111 / 3, 1111 / 4, 10011 / 3]))
+
+
+def test_packed_intervals_say_the_same():
+    """One unsigned 32-bit comparison with a packed word sees what two signed ones see, empty intervals included."""
+    tree, handed = ragged_tree(), 290
+    rows = np.arange(tree.num_tokens - handed)
+    lo = np.maximum(np.arange(tree.num_tokens) - handed, 0).astype(np.int32)
+    hi = (tree.subtree_end - handed).astype(np.int32)
+    assert (hi < 0).any()  # a handed key that no own row sees
+    intervals = AttentionIntervals(lo=torch.from_numpy(lo), hi=torch.from_numpy(hi))
+    packed = pack_intervals(intervals, padding=9).numpy().view(np.uint32).reshape(-1, 2)
+    found = (rows[:, None].astype(np.uint32) - packed[:, 0]) < packed[:, 1]
+    np.testing.assert_array_equal(found[:, :-9], (lo <= rows[:, None]) & (rows[:, None] < hi))
+    assert not found[:, -9:].any()
 
 
 def test_memory_grows_with_the_block_and_not_with_the_square(monkeypatch):

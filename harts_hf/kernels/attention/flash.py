@@ -7,6 +7,7 @@ dK and dV too. ``deterministic=True`` selects the "flex" backend.
 
 import functools
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,6 +20,8 @@ TILES = {
     (192, 128): ((128, 128), (64, 96)),
     (256, 256): ((128, 80), (64, 64)),
 }
+
+_addresses: WeakKeyDictionary[AttentionIntervals, Any] = WeakKeyDictionary()
 
 
 @functools.cache
@@ -79,7 +82,23 @@ def _as_flash(lists: BlockLists) -> Any:
 
 
 def mask_of(intervals: AttentionIntervals) -> dict[str, Any]:
-    """FA4's arguments for the mask of partial tiles and what it reads."""
-    from harts_hf.kernels.attention.flash_mask import interval_mask
+    """FA4's arguments for the mask of partial tiles; made once for ``intervals``, as the block lists are."""
+    from harts_hf.kernels.attention.flash_mask import address_of, interval_mask
 
-    return {"mask_mod": interval_mask, "aux_tensors": [intervals.lo, intervals.hi]}
+    if intervals not in _addresses:
+        words = pack_intervals(intervals, padding=max(tile[1] for tiles in TILES.values() for tile in tiles))
+        address = address_of(words)
+        # FA4's backward reads the words again and knows only their address: they live as long as that does.
+        address.words = words
+        _addresses[intervals] = address
+    return {"mask_mod": interval_mask, "aux_scalars": (_addresses[intervals],)}
+
+
+def pack_intervals(intervals: AttentionIntervals, *, padding: int) -> torch.Tensor:
+    """``lo | length << 32`` for each key, and ``padding`` zeros: ``[E + N + padding]`` int64.
+
+    A row is visible if and only if, as unsigned 32-bit numbers, ``row - lo < length``; 0 where ``hi`` is below ``lo``.
+    """
+    length = (intervals.hi - intervals.lo).clamp_min(0)
+    words = torch.stack([intervals.lo, length], dim=1).view(torch.int64)[:, 0]
+    return torch.nn.functional.pad(words, (0, padding))
