@@ -1,7 +1,7 @@
 """Copies FLA's tuned configurations and names one of each kernel as its default: python fla_defaults.py FROM TO
 
-With FLA_CACHE_MODE=full, FLA then takes it wherever it has tuned no other. (Whether a batch is packed, and the dtype of
-beta, are part of what FLA tunes for: without defaults, stock models alone tune for minutes in every process.)
+With FLA_CACHE_MODE=full, FLA then takes it wherever it has tuned no other. (Whether a batch is packed, and the dtype
+of beta, are part of what FLA tunes for: without defaults, stock models alone tune for minutes in every process.)
 """
 
 import json
