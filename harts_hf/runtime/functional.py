@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from harts_hf.modeling import handed_sizes, is_patched, patch, unpatch, vocab_size_of, with_handed_bytes
 from harts_hf.planner import CostModel, PlannerConfig
-from harts_hf.runtime.run import Coefficients, HeadOptions, WindowRun
+from harts_hf.runtime.run import Coefficients, Context, HeadOptions, WindowRun
 from harts_hf.runtime.window import TreeWindow
 
 
@@ -27,7 +27,8 @@ def tree_logprobs(
     """Log-probs of every trajectory, each shared token computed once.
 
     Differentiable by the model's parameters, once. The forward runs without a graph (unless the plan's execution is
-    "keep"), and the backward runs the planned forwards and backwards, so memory stays within the plan's limits.
+    "keep"), and the backward runs the planned forwards and backwards, so memory stays within the plan's limits. Both
+    run under the autocast region of the call.
 
     Args:
         model: a causal language model of a supported family, not wrapped for distributed training; it is patched if
@@ -75,13 +76,15 @@ def window_logprobs(
     if not temperature > 0:
         raise ValueError(f"expected a temperature above 0, got {temperature}")
     patch(model)
-    window.to(next(model.parameters()).device)
+    device = next(model.parameters()).device
+    window.to(device)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     differentiable = torch.is_grad_enabled() and bool(parameters)
     run = WindowRun(
         model,
         window,
         HeadOptions(temperature=temperature),
+        context=_autocast_as_now(device.type),
         deterministic=deterministic,
         mode="train" if differentiable else "score",
     )
@@ -90,6 +93,12 @@ def window_logprobs(
     if entropy is None:
         return [log_probs[r] for r in rows]
     return [log_probs[r] for r in rows], [entropy[r] for r in rows]
+
+
+def _autocast_as_now(device_type: str) -> Context:
+    """Enters the present autocast region again: a backward, which runs forwards too, is called outside of it."""
+    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled)
 
 
 class _ScheduledLogProbs(torch.autograd.Function):
