@@ -221,10 +221,13 @@ class WindowRun:
             head_in_fp32=self.options.head_in_fp32,
         )
         self.handoff.keeping = self._lives.keeps[place]
+        batch = self._batch(index)
+        # Triton launches on the current GPU, wherever its arguments are (autograd sets it for backwards itself).
+        on_device = torch.cuda.device_of(batch.input_ids)
         try:
-            with torch.set_grad_enabled(kind == "F"), self.context():
+            with on_device, torch.set_grad_enabled(kind == "F"), self.context():
                 model = self.model if kind == "F" else self.scoring_model
-                out: TreeOutput = model(harts=self._batch(index), harts_score=request)
+                out: TreeOutput = model(harts=batch, harts_score=request)
         finally:
             self.handoff.keeping = False
         self._drop(place)

@@ -9,9 +9,8 @@ group only: the states before and the gradients after each node (1 MB a node at 
 otherwise grow with the replayed tokens. A tree with little replay is one group.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Self
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -112,10 +111,6 @@ class PackedChains(Tables):
     num_initial: int
     num_slots: int
     chunk_size: int
-
-    def to(self, device: torch.device | str) -> Self:
-        """The same tables on ``device``."""
-        return replace(super().to(device), groups=tuple(group.to(device) for group in self.groups))
 
     @property
     def num_places(self) -> int:
