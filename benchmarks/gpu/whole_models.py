@@ -60,7 +60,7 @@ CONFIGS = {
         **_COMMON,
         "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 16,
         "linear_num_key_heads": 16, "linear_num_value_heads": 16,
-        "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_key_head_dim": 96, "linear_value_head_dim": 192, "linear_allow_neg_eigval": True,
     },
 }  # fmt: skip
 

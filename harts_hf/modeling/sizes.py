@@ -102,7 +102,9 @@ def _keys(config: Any, *, expand_latents: bool) -> int:
     """Elements of keys and values of one row in one layer."""
     latents = getattr(config, "kv_lora_rank", None)
     if not latents:
-        return 2 * config.num_key_value_heads * config.head_dim
+        # Configurations may leave it out, as Olmo's do.
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return 2 * config.num_key_value_heads * head_dim
     if not expand_latents:
         return latents + config.qk_rope_head_dim
     return config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)

@@ -55,6 +55,14 @@ def test_sizes_are_what_is_kept(family, expand_latents, dtype):
     assert most[0]["keys"] > 0 and most[0]["states"] > 0
 
 
+def test_head_dim_left_out():
+    """Olmo's published configurations name no head dim: it is the hidden size over the heads, as for the model."""
+    model = tiny_model("olmo_hybrid", omit=("head_dim",))
+    assert not hasattr(model.config, "head_dim")
+    attention = next(m for m in model.modules() if type(m).__name__ == "OlmoHybridAttention")
+    assert handed_sizes(model, torch.float32).values["keys"] == 2 * 2 * attention.head_dim * 4  # heads, bytes
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_autocast(family):
     """bfloat16 autocast over float32 weights, as is the default in TRL: no kind takes more than is counted."""

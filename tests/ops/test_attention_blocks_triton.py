@@ -122,3 +122,22 @@ for kernel in (kernels._extremes, kernels._fill_by_query, kernels._fill_by_key):
 """
     )
     assert printed.split() == ["True"] * 3
+
+
+def test_any_size_compiles_once():
+    """Lists of one block, of many, and of sizes that 16 divides are launched, for Hopper, with one kernel each."""
+    printed = compile_for_hopper(
+        """
+import torch
+from harts_hf.batch import AttentionIntervals
+from harts_hf.kernels.attention.triton_blocks import build_lists
+
+launched = compile_launches()
+for rows in (1, 128, 129, 16 * 128, 1000):
+    ends = torch.zeros(rows, dtype=torch.int32)
+    for by_key in (False, True):
+        build_lists(AttentionIntervals(lo=ends, hi=ends), rows, (128, 128), by_key=by_key)
+print(len(launched), len(set(launched)))
+"""
+    )
+    assert printed.split() == ["15", "3"]

@@ -9,7 +9,8 @@ def compile_for_hopper(script: str) -> str:
     """Runs ``script`` in a process of its own, outside Triton's interpreter, and returns what it prints.
 
     The script finds ``compiled(kernel, types, constants, warps=4, stages=3)``: ``types`` are Triton's names of the
-    arguments' types by name, constants are the rest; it returns Triton's compiled kernel.
+    arguments' types by name, constants are the rest; it returns Triton's compiled kernel. After ``compile_launches()``,
+    launches on CPU tensors compile what they would run and run nothing; the list that it returns names them.
     """
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     result = subprocess.run(
@@ -31,6 +32,30 @@ def compiled(kernel, types, constants, warps=4, stages=3):
                   if types.get(name, "").startswith("*")}
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+
+
+class _Hopper:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_launches():
+    launched, run = [], triton.runtime.JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        launched.append((self.fn.__name__, kernel.hash))
+        return kernel
+
+    triton.runtime.driver.set_active(_Hopper())
+    triton.runtime.JITFunction.run = compile_only
+    return launched
 
 
 """

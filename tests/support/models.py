@@ -73,10 +73,13 @@ _CONFIGS = {
 FAMILIES = sorted(_CONFIGS)
 
 
-def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides) -> nn.Module:
+def tiny_model(
+    family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, omit: tuple[str, ...] = (), **overrides
+) -> nn.Module:
     """A model of three layers; norms and gates are drawn at random too, so that no parameter hides at 0 or 1."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**_CONFIGS[family], **overrides})
+    options = {**_CONFIGS[family], **overrides}
+    config = AutoConfig.for_model(family, **{key: value for key, value in options.items() if key not in omit})
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -13,6 +13,8 @@ import triton.language as tl
 from harts_hf.batch import AttentionIntervals
 
 _BLOCK = 512  # blocks of the other side that a program looks at together
+# Triton would compile anew for sizes that 16 divides, and make a size of 1 a constant, which has no dtype.
+_SIZES = ["num_queries", "num_keys", "rows", "columns", "blocks_k"]
 
 
 def build_lists(
@@ -51,7 +53,7 @@ def _ends_of_block(lo, hi, block, num_keys, BLOCK_K: tl.constexpr, PADDED_K: tl.
     return tl.min(los), tl.max(los), tl.min(his), tl.max(his)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _extremes(lo, hi, out, num_keys, blocks_k, BLOCK_K: tl.constexpr, PADDED_K: tl.constexpr):
     block = tl.program_id(0)
     lo_min, lo_max, hi_min, hi_max = _ends_of_block(lo, hi, block, num_keys, BLOCK_K, PADDED_K)
@@ -92,7 +94,7 @@ def _finish(counts, indices, row, rows, columns, partial, full, BLOCK: tl.conste
         tl.store(indices + full_start + place, zero, mask=(place >= full) & (place < columns))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _fill_by_query(extremes, counts, indices, num_queries, num_keys, rows, columns, BLOCK_Q: tl.constexpr,
                    BLOCK_K: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
@@ -114,7 +116,7 @@ def _fill_by_query(extremes, counts, indices, num_queries, num_keys, rows, colum
     _finish(counts, indices, row, rows, columns, num_partial, num_full, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _fill_by_key(lo, hi, counts, indices, num_queries, num_keys, rows, columns, BLOCK_Q: tl.constexpr,
                  BLOCK_K: tl.constexpr, PADDED_K: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
