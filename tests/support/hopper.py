@@ -9,8 +9,9 @@ def compile_for_hopper(script: str) -> str:
     """Runs ``script`` in a process of its own, outside Triton's interpreter, and returns what it prints.
 
     The script finds ``compiled(kernel, types, constants, warps=4, stages=3)``: ``types`` are Triton's names of the
-    arguments' types by name, constants are the rest; it returns Triton's compiled kernel. After ``compile_launches()``,
-    launches on CPU tensors compile what they would run and run nothing; the list that it returns names them.
+    arguments' types by name, constants are the rest; it returns Triton's compiled kernel. After
+    ``compile_launches()``, launches on CPU tensors compile what they would run and run nothing; the list that it
+    returns names them.
     """
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     result = subprocess.run(
