@@ -4,13 +4,12 @@
     python attention.py time SHAPES_FOLDER OUT.json PART.json ...   with what the parity checks wrote
     python attention.py compile 128 VARIANT                     into FA4's cache on disk, where that is switched on
 
-Beside the package the variants of ``flash_variants.py`` are timed, and the forward by itself.
+Beside the package, other ways to call FA4 (``flash_variants.py``) are timed, and the forward by itself.
 
 Efficiency is the speedup over the ratio of visible pairs where branches are tile-aligned, and over the ratio of tiles
 at the kernel's own block sizes for real shapes; both ratios are reported. No time is reported where parity fails.
 """
 
-import functools
 import json
 import statistics
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measure import machine, medians_ms
+from measure import machine, steady_ms
 from parity_linear import Errors, first_occurrence, poison, report
 from time_linear import SHAPES, batches, cu_seqlens
 from trees import Forest, fork_layout, join, shape_forest
@@ -34,7 +33,7 @@ from harts_hf.tree import RolloutTree
 # head dims of q/k and v, query heads, key heads: as the supported models have them
 DIMS = {"128": (128, 128, 32, 4), "192/128": (192, 128, 32, 32), "256": (256, 256, 16, 2)}
 SEEDS = 5
-REPEATS = 5
+ROWS = 32768  # of real shapes, at least; 16,384 is the package's default of a microbatch
 POOLED_LIMIT, SINGLE_LIMIT = 1.1, 4.0
 FORWARD_WORK, BACKWARD_WORK = 2, 5  # products of a tile
 
@@ -174,25 +173,30 @@ def tree_run(forest: Forest, intervals: AttentionIntervals, name: str) -> tuple[
     return lambda: torch.autograd.grad(forward(), leaves, dy[None]), torch.no_grad()(forward)
 
 
-def expanded_runs(forest: Forest, name: str) -> dict[tuple, tuple[int, Callable, Callable]]:
-    """For each distinct batch of trajectories how often it comes, forward and backward, and the forward alone."""
-    dims, found = DIMS[name], {}
-    for lengths in batches(forest.lengths):
+def expanded_run(forest: Forest, name: str) -> tuple[Callable, Callable]:
+    """Forward and backward of all batches of trajectories, one after the other, and the forwards alone."""
+    dims = DIMS[name]
+    made: dict[tuple, list[torch.Tensor]] = {}
+
+    def one(lengths: np.ndarray) -> tuple[list[torch.Tensor], torch.Tensor, np.ndarray]:
         key = tuple(lengths.tolist())
-        if key in found:
-            found[key] = (found[key][0] + 1, *found[key][1:])
-            continue
-        q, k, v, dy = make(int(lengths.sum()), dims, 0)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
+        if key not in made:
+            made[key] = make(int(lengths.sum()), dims, 0)
+        q, k, v, dy = made[key]
+        return [x.requires_grad_() for x in (q, k, v)], dy, lengths
 
-        def forward(leaves=leaves, lengths=lengths) -> torch.Tensor:
-            return varlen(*leaves, lengths, dims[0] ** -0.5)
+    parts = [one(lengths) for lengths in batches(forest.lengths)]
 
-        def both(leaves=leaves, dy=dy, forward=forward) -> object:
-            return torch.autograd.grad(forward(), leaves, dy)
+    def both() -> None:
+        for leaves, dy, lengths in parts:
+            torch.autograd.grad(varlen(*leaves, lengths, dims[0] ** -0.5), leaves, dy)
 
-        found[key] = (1, both, torch.no_grad()(forward))
-    return found
+    @torch.no_grad()
+    def forward() -> None:
+        for leaves, _, lengths in parts:
+            varlen(*leaves, lengths, dims[0] ** -0.5)
+
+    return both, forward
 
 
 def time_lists(intervals: AttentionIntervals, forest: Forest, name: str) -> float:
@@ -227,7 +231,8 @@ def time_all(shapes: Path, out: Path, parts: list[Path]) -> None:
         result["parity"] |= part["parity"]
         result["failures"] |= part["failures"]
     forests = {"prefix-8192+16x1536": fork_layout(8192, 16, 1536)}
-    forests |= {name: shape_forest(shapes, name, 32768) for name in SHAPES}
+    forests |= {name: shape_forest(shapes, name, ROWS) for name in SHAPES}
+    forests |= {f"{name}-16K": shape_forest(shapes, name, ROWS // 2) for name in SHAPES}
     for name in DIMS:
         fine = name in result["parity"] and passes(result["parity"][name])
         for layout, forest in forests.items() if fine else ():
@@ -243,25 +248,16 @@ def time_all(shapes: Path, out: Path, parts: list[Path]) -> None:
 def measure(layout: str, forest: Forest, name: str) -> dict:
     from flash_variants import VARIANTS, use
 
-    intervals = forest.intervals().to("cuda")
+    intervals, by_pairs = forest.intervals().to("cuda"), layout.startswith("prefix")
     both, forward = tree_run(forest, intervals, name)
-    expanded = expanded_runs(forest, name)
-    variants = [variant for variant, dims in VARIANTS.items() if name in dims]
-
-    def as_variant(variant: str) -> None:
-        with use(variant):
-            both()
-
-    runs = {"tree": both, "tree_forward": forward}
-    runs |= {variant: functools.partial(as_variant, variant) for variant in variants}
-    for number, (_, expanded_both, expanded_forward) in enumerate(expanded.values()):
-        runs |= {f"expanded {number}": expanded_both, f"expanded_forward {number}": expanded_forward}
-    found = medians_ms(runs, REPEATS, 1)
-    total, total_forward = (
-        sum(times * found[f"{what} {number}"] for number, (times, *_) in enumerate(expanded.values()))
-        for what in ("expanded", "expanded_forward")
-    )
+    expanded, expanded_forward = expanded_run(forest, name)
+    tree_ms, baseline_ms = steady_ms(both, 0.6), steady_ms(expanded, 0.6)
     pairs, tiles = forest.pairs[0] / forest.pairs[1], tile_ratio(forest, intervals, name)
+    variants = {}
+    for variant in (variant for variant, dims in VARIANTS.items() if name in dims):
+        with use(variant):
+            ms, ratio = steady_ms(both, 0.4), pairs if by_pairs else tile_ratio(forest, intervals, name)
+        variants[variant] = {"tree_ms": ms, "efficiency": baseline_ms / ms / ratio}
     row = {
         "op": "attention",
         "layout": layout,
@@ -269,13 +265,13 @@ def measure(layout: str, forest: Forest, name: str) -> dict:
         "rows": forest.num_rows,
         "ratio": pairs,
         "tile_ratio": tiles,
-        "tree_ms": found["tree"],
-        "baseline_ms": total,
-        "speedup": total / found["tree"],
-        "efficiency": total / found["tree"] / (pairs if layout.startswith("prefix") else tiles),
-        "tree_forward_ms": found["tree_forward"],
-        "baseline_forward_ms": total_forward,
-        "variants_ms": {variant: found[variant] for variant in variants},
+        "tree_ms": tree_ms,
+        "baseline_ms": baseline_ms,
+        "speedup": baseline_ms / tree_ms,
+        "efficiency": baseline_ms / tree_ms / (pairs if by_pairs else tiles),
+        "tree_forward_ms": steady_ms(forward, 0.3),
+        "baseline_forward_ms": steady_ms(expanded_forward, 0.3),
+        "variants": variants,
         "lists_ms": time_lists(intervals, forest, name),
     }
     print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)

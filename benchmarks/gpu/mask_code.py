@@ -22,32 +22,32 @@ import torch  # noqa: E402
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 
 from flash_attn.cute import interface  # noqa: E402
-from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # noqa: E402
 from flash_variants import use  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from harts_hf.batch import AttentionIntervals  # noqa: E402
 from harts_hf.kernels.attention import flash  # noqa: E402
+from harts_hf.kernels.attention.flash_blocks import BlockLists  # noqa: E402
+from harts_hf.kernels.attention.flash_config import install  # noqa: E402
 
 DIMS = {"128": (128, 128, 32, 4), "192/128": (192, 128, 32, 32), "256": (256, 256, 16, 2)}
 ROWS = 1024
 
 
-def lists(tile: tuple[int, int], by_key: bool) -> BlockSparseTensorsTorch:
+def lists(tile: tuple[int, int], by_key: bool) -> BlockLists:
     queries, keys = -(-ROWS // tile[0]), -(-ROWS // tile[1])
     shape = (keys, queries) if by_key else (queries, keys)
     count = torch.zeros(1, 1, shape[0], dtype=torch.int32, device="cuda")
     index = torch.zeros(1, 1, *shape, dtype=torch.int32, device="cuda")
-    return BlockSparseTensorsTorch(
-        mask_block_cnt=count, mask_block_idx=index, full_block_cnt=count, full_block_idx=index, block_size=tile
-    )
+    return BlockLists(partial_count=count, partial_index=index, full_count=count, full_index=index, block_size=tile)
 
 
 dim_k, dim_v, heads, key_heads = DIMS[name]
 ends = torch.zeros(ROWS, dtype=torch.int32)
 with use(variant):
     shared = {"softmax_scale": 0.1, **flash.mask_of(AttentionIntervals(lo=ends, hi=ends))}
-    forward, backward = flash.TILES[dim_k, dim_v]
+    tiles, as_dense = flash.TILES[dim_k, dim_v], (dim_k, dim_v) == flash._DENSE_BACKWARD
+install(interface)
 with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
 
     def rows(heads: int, dim: int) -> torch.Tensor:
@@ -55,7 +55,9 @@ with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
 
     q, k, v, out = rows(heads, dim_k), rows(key_heads, dim_k), rows(key_heads, dim_v), rows(heads, dim_v)
     packed = {"pack_gqa": False} if variant == "unpacked" else {}
-    interface._flash_attn_fwd(q, k, v, **shared, **packed, block_sparse_tensors=lists(forward, False), return_lse=True)
+    forward = flash._as_flash(lists(tiles[0], False), as_dense=False)
+    backward = flash._as_flash(lists(tiles[1], True), as_dense=as_dense)
+    interface._flash_attn_fwd(q, k, v, **shared, **packed, block_sparse_tensors=forward, return_lse=True)
     lse = torch.empty(1, heads, ROWS, dtype=torch.float32, device="cuda")
-    interface._flash_attn_bwd(q, k, v, out, out, lse, **shared, block_sparse_tensors=lists(backward, True))
+    interface._flash_attn_bwd(q, k, v, out, out, lse, **shared, block_sparse_tensors=backward)
 print(variant, name, len(os.listdir(folder)), "files")

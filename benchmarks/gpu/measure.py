@@ -9,29 +9,37 @@ import torch
 
 
 def median_ms(run: Callable[[], object], repeats: int = 7, warmups: int = 2) -> float:
-    """Median of CUDA-event times, see :func:`medians_ms`."""
-    return medians_ms({"run": run}, repeats, warmups)["run"]
-
-
-def medians_ms(runs: dict[str, Callable[[], object]], repeats: int = 7, warmups: int = 2) -> dict[str, float]:
-    """Medians of CUDA-event times, the runs taking turns, so that clocks and heat are the same for all.
+    """Median of CUDA-event times.
 
     Everything is queued without waiting in between, as in a training step: what Python takes to launch a run counts
     only where it is longer than what the GPU has to do.
     """
     for _ in range(warmups):
-        for run in runs.values():
-            run()
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
+        run()
+    return statistics.median(_queue(run, repeats))
+
+
+def steady_ms(run: Callable[[], object], seconds: float = 1.0) -> float:
+    """As :func:`median_ms`, for so long, after half as long: a GPU at its limit of power takes that time to settle.
+
+    Runs that take turns do not settle: the one after the heaviest is measured at the lowest clock.
+    """
+    run()
+    (once,) = _queue(run, 1)
+    repeats = max(3, min(200, round(1e3 * seconds / once)))
+    return median_ms(run, repeats, repeats // 2)
+
+
+def _queue(run: Callable[[], object], repeats: int) -> list[float]:
+    events = []
     for _ in range(repeats):
-        for name, run in runs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            events[name].append((start, end))
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        events.append((start, end))
     torch.cuda.synchronize()
-    return {name: statistics.median(start.elapsed_time(end) for start, end in pairs) for name, pairs in events.items()}
+    return [start.elapsed_time(end) for start, end in events]
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

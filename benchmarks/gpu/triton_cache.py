@@ -25,9 +25,9 @@ def pack(out: Path) -> None:
 
 
 def unpack(folder: Path) -> None:
-    """Nothing if there are no pieces, or if there is a cache already."""
+    """Adds what the pieces hold, if there are any, to what is there."""
     pieces = sorted(folder.glob("triton.part.*"))
-    if not pieces or (CACHE / "cache").exists():
+    if not pieces:
         return
     with tempfile.TemporaryFile() as joined:
         for piece in pieces:
