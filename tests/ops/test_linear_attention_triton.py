@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.hopper import compile_for_hopper
 
 pytest.importorskip("triton")
 
@@ -306,3 +308,38 @@ def test_only_trees_with_much_replay_are_split():
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 2e-5) -> None:
     error = (got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-12)
     assert error < tolerance, error
+
+
+def test_any_round_compiles_once():
+    """Rounds whose chains begin at any place are launched, for Hopper, with one kernel for each width of columns."""
+    printed = compile_for_hopper(
+        f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from ops.test_linear_attention_triton import *
+
+launched = compile_launches()
+for seed in range(3):
+    packed = packed_chains(tables_of(ragged_tree(seed)), torch.zeros(0, dtype=torch.int64), 0)
+    q, k, w, u, g = inputs(packed, False)
+    q, k, w, u = (x.bfloat16() for x in (q, k, w, u))
+    slots = torch.zeros(packed.num_slots, 2, 16, 32)
+    for group in packed.groups:
+        options = dict(chunk_size=CHUNK, block_v=16)
+        run_states_forward(k, w, u, g, slots, group, write_slots=True, **options)
+        run_states_backward(q, k, w, g, u, u, slots, group, scale=1.0, **options)
+names = [name for name, _ in launched]
+print(*(f"{{name}} {{names.count(name) > 2}} {{len({{k for n, k in launched if n == name}})}}" for name in sorted(set(names))))
+"""
+    )
+    assert printed.split() == [
+        "_states_backward",
+        "True",
+        "1",
+        "_states_forward",
+        "True",
+        "1",
+        "_sum_children",
+        "True",
+        "1",
+    ]

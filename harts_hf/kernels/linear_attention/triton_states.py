@@ -24,8 +24,11 @@ import triton.language as tl
 
 from harts_hf.kernels.linear_attention.fla_tables import ChainGroup
 
+# Chains and slots of a round are slices, aligned or not: Triton would compile everything twice for that.
+_SLICES = ["chains", "slot_ids"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=_SLICES)
 def _states_forward(
     k,
     w,
@@ -118,7 +121,7 @@ def _states_forward(
             slot = tl.load(node_slot + node + step + 1, mask=last + 1 < end, other=-1).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SLICES)
 def _states_backward(
     q,
     k,
@@ -223,7 +226,7 @@ def _states_backward(
         tl.store(d_start + o_bv, b_db, mask=m_b[:, None] & (start >= 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SLICES)
 def _sum_children(d_slots, d_start, slot_ids, slot_ptr, slot_chains, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     slot = tl.load(slot_ids + tl.program_id(0)).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
