@@ -11,5 +11,5 @@ echo unpacked $(( $(date +%s)-T0 ))
 (timeout 60 python3 -m pytest -m gpu -q --disable-warnings tests/ops -p no:cacheprovider 2>&1 | tail -15 >$out/pytest.log) &
 cd benchmarks/gpu; work=${HARTS_WORK:-$(mktemp -d)}
 timeout $(( seconds + 30 )) python3 whole.py $out/whole.json $root/$from/shapes --budget $seconds --folder $work "$@"; wait
-cat $out/pytest.log; tail -n 40 $work/*-verdict.json >$out/verdicts.txt 2>/dev/null; cat $work/*.log >$out/whole.log
+cat $out/pytest.log; tail -n 40 $work/*-verdict-*.json >$out/verdicts.txt 2>/dev/null; cat $work/*.log >$out/whole.log
 echo whole $(( $(date +%s)-T0 )); python3 triton_cache.py pack $out

@@ -19,13 +19,14 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PARTS = {"check": ("verify", "train", "repeat"), "time": ("speed", "memory", "cost")}
+PARTS = {"check": ("verify", "train", "repeat", "verify_float32"), "time": ("speed", "memory", "cost")}
 LIMITS = {"check": 240, "time": 110}  # seconds of a process
 # Parts that need not be run for every family; the others are.
 ONLY = {
     "memory": ("bailing_hybrid", "qwen3_5_text"),
     "cost": ("bailing_hybrid", "qwen3_5_text"),
     "repeat": ("qwen3_5_text", "olmo_hybrid"),  # dense: what Transformers' experts do is not ours
+    "verify_float32": ("bailing_hybrid", "qwen3_5_text"),  # attention at 192/128 and 256 without FA4
 }
 
 

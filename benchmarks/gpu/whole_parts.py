@@ -51,13 +51,20 @@ class Stage:
 
     def verify(self) -> dict[str, Any]:
         """`harts verify` on random weights and real trees."""
+        return self._verify("float32" if self.dry else "bfloat16", draws=2 if self.dry else 5)
+
+    def verify_float32(self) -> dict[str, Any]:
+        """The same in float32, which is the command's default, on fewer draws."""
+        return self._verify("float32", draws=2)
+
+    def _verify(self, dtype: str, draws: int) -> dict[str, Any]:
         from harts_hf.cli import verify
 
-        out = self.folder / f"{self.family}-verdict.json"
-        size = ["--max-tokens", "150", "--draws", "2"] if self.dry else ["--max-tokens", "1536", "--draws", "5"]
+        out = self.folder / f"{self.family}-verdict-{dtype}.json"
         status = verify.main(
             [str(self.shapes / "tot_game24.jsonl.gz"), "--model", str(self.config_folder()), "--device", self.device,
-             "--dtype", "float32" if self.dry else "bfloat16", *size, "--seed", str(SEED), "--json", str(out)]
+             "--dtype", dtype, "--draws", str(draws), "--max-tokens", "150" if self.dry else "1536",
+             "--seed", str(SEED), "--json", str(out)]
         )  # fmt: skip
         return {"passed": status == 0, **json.loads(out.read_text())}
 
