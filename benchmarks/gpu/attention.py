@@ -35,6 +35,7 @@ DIMS = {"128": (128, 128, 32, 4), "192/128": (192, 128, 32, 32), "256": (256, 25
 SEEDS = 5
 ROWS = 32768  # of real shapes, at least; 16,384 is the package's default of a microbatch
 POOLED_LIMIT, SINGLE_LIMIT = 1.1, 4.0
+VARIANT_LIMIT = 1e-2  # gradients in bf16, summed in another order
 FORWARD_WORK, BACKWARD_WORK = 2, 5  # products of a tile
 
 
@@ -245,6 +246,12 @@ def time_all(shapes: Path, out: Path, parts: list[Path]) -> None:
             out.write_text(json.dumps(result, indent=1))
 
 
+def difference(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> float:
+    """The largest relative error of the gradients, by norms; NaN if there is any."""
+    pairs = [(x.float(), y.float()) for x, y in zip(found, wanted, strict=True)]
+    return torch.stack([(x - y).norm() / y.norm() for x, y in pairs]).max().item()
+
+
 def measure(layout: str, forest: Forest, name: str) -> dict:
     from flash_variants import VARIANTS, use
 
@@ -253,11 +260,19 @@ def measure(layout: str, forest: Forest, name: str) -> dict:
     expanded, expanded_forward = expanded_run(forest, name)
     tree_ms, baseline_ms = steady_ms(both, 0.6), steady_ms(expanded, 0.6)
     pairs, tiles = forest.pairs[0] / forest.pairs[1], tile_ratio(forest, intervals, name)
-    variants = {}
+    variants: dict[str, dict] = {}
+    wanted = both()
     for variant in (variant for variant, dims in VARIANTS.items() if name in dims):
-        with use(variant):
-            ms, ratio = steady_ms(both, 0.4), pairs if by_pairs else tile_ratio(forest, intervals, name)
-        variants[variant] = {"tree_ms": ms, "efficiency": baseline_ms / ms / ratio}
+        try:
+            with use(variant):
+                if (error := difference(both(), wanted)) < VARIANT_LIMIT:
+                    ms, ratio = steady_ms(both, 0.4), pairs if by_pairs else tile_ratio(forest, intervals, name)
+                    variants[variant] = {"tree_ms": ms, "efficiency": baseline_ms / ms / ratio, "difference": error}
+                else:
+                    variants[variant] = {"failure": f"gradients differ from the package's by {error}"}
+        except Exception:
+            variants[variant] = {"failure": traceback.format_exc()}
+            print(variant, variants[variant]["failure"][-2000:], flush=True)
     row = {
         "op": "attention",
         "layout": layout,

@@ -46,8 +46,12 @@ def one_token_forest(branches: int = 2000) -> Forest:
 
 
 def poison() -> None:
-    """Fills memory that the allocator will hand out next with NaN."""
-    blocks = [torch.full((1 << size,), float("nan"), device="cuda") for size in (20, 22, 24, 26, 28) for _ in range(2)]
+    """Fills memory that the allocator will hand out next with NaN.
+
+    Blocks of up to 1 MiB are never cut from larger ones, so small tables need small blocks, and many: they fill holes.
+    """
+    sizes = [28, 26, 24, 22, 20] * 2 + [size for size in range(18, 6, -1) for _ in range(32)]
+    blocks = [torch.full((1 << size,), float("nan"), device="cuda") for size in sizes]
     del blocks
     torch.cuda.synchronize()
 

@@ -319,7 +319,7 @@ sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from ops.test_linear_attention_triton import *
 
 launched = compile_launches()
-for seed in range(3):
+for seed in range(8):
     packed = packed_chains(tables_of(ragged_tree(seed)), torch.zeros(0, dtype=torch.int64), 0)
     q, k, w, u, g = inputs(packed, False)
     q, k, w, u = (x.bfloat16() for x in (q, k, w, u))

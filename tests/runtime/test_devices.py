@@ -104,15 +104,16 @@ def test_tables_move_whole():
         assert all(map(is_tagged, tensors))
 
 
-@pytest.mark.parametrize("execution", ["nested", "replay"])  # without a scoring pass and with one
-def test_trainer(execution, monkeypatch, tmp_path):
+# Without a scoring pass, and with one through TRL's hook for old log-probs.
+@pytest.mark.parametrize(("execution", "iterations"), [("nested", 1), ("replay", 2)])
+def test_trainer(execution, iterations, monkeypatch, tmp_path):
     """A training step of TreeGRPOTrainer on per-turn advantages, with handed states on the CPU between uses."""
     monkeypatch.setattr(Accelerator, "device", property(lambda self: DEVICE))
     arguments = transformers.TrainingArguments
     monkeypatch.setattr(arguments, "device", property(lambda self: self._setup_devices and DEVICE))
     monkeypatch.setattr(_BaseTrainer, "_send_telemetry", lambda *_: None)  # asks for the GPU's name
     options = {"tree_execution": execution, "tree_offload_handoff": True, "tree_credit": "turn", "max_steps": 1}
-    cut = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64}
+    cut = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "num_iterations": iterations}
     with pretended_gpu(monkeypatch):
         trainer = TreeGRPOTrainer(
             tiny_model("qwen3_5_text"),
@@ -131,12 +132,13 @@ def test_trainer(execution, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("execution", ["replay", "nested"])
 def test_autocast_around_the_call(execution):
-    """A backward outside the autocast region of tree_logprobs runs its forwards as the call did."""
+    """A backward outside the autocast region of tree_logprobs runs its forwards as the call did, in a dtype that is
+    not the default."""
     model = tiny_model("qwen3_5_text")
     gradients = []
-    for last in (nullcontext(), torch.autocast("cpu", dtype=torch.bfloat16)):
+    for last in (nullcontext(), torch.autocast("cpu", dtype=torch.float16)):
         model.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.float16):
             log_probs = tree_logprobs(model, branching(65, vocab=VOCAB), planner(execution))
         with last:
             torch.cat(log_probs).sum().backward()
