@@ -31,7 +31,7 @@ from harts_hf.kernels.attention.flash_blocks import block_lists
 from harts_hf.tree import RolloutTree
 
 # head dims of q/k and v, query heads, key heads: as the supported models have them
-DIMS = {"128": (128, 128, 32, 4), "192/128": (192, 128, 32, 32), "256": (256, 256, 16, 2)}
+DIMS = {"256": (256, 256, 16, 2), "128": (128, 128, 32, 4), "192/128": (192, 128, 32, 32)}
 SEEDS = 5
 ROWS = 32768  # of real shapes, at least; 16,384 is the package's default of a microbatch
 POOLED_LIMIT, SINGLE_LIMIT = 1.1, 4.0

@@ -32,11 +32,9 @@ def unavailable_because() -> str | None:
     if torch.cuda.get_device_capability()[0] != 9:
         return "the block sizes are those of Hopper GPUs"
     try:
-        from flash_attn.cute import interface
+        import flash_attn.cute.interface  # noqa: F401
     except ImportError as error:
         return f"flash-attn-4 cannot be imported: {error}"
-    if not can_install(interface):
-        return "this flash-attn-4 chooses its tiles elsewhere: 4.0.0b36 is known to work"
     return None
 
 
@@ -47,7 +45,13 @@ def unsupported_because(query: torch.Tensor, value: torch.Tensor) -> str | None:
         return f"it takes bfloat16 and float16, not {query.dtype}"
     if dims not in TILES:
         return f"head dims {dims} are not among {sorted(TILES)}"
-    return unavailable_because()
+    reason = unavailable_because()
+    if reason is None and dims == _DENSE_BACKWARD:
+        from flash_attn.cute import interface
+
+        if not can_install(interface):
+            return "this flash-attn-4 chooses its tiles elsewhere: 4.0.0b36 is known to work"
+    return reason
 
 
 def tree_attention(
@@ -59,8 +63,9 @@ def tree_attention(
         raise ValueError(f"the flash backend cannot run here: {reason}")
     from flash_attn.cute import interface
 
-    install(interface)
     dims, num_queries = (query.shape[3], value.shape[3]), query.shape[2]
+    if dims == _DENSE_BACKWARD:
+        install(interface)
     tile, tile_backward = TILES[dims]
     lists, lists_backward = (
         block_lists(intervals, num_queries, size, by_key=by_key)
