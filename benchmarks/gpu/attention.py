@@ -1,6 +1,6 @@
 """Tree attention on the GPU: parity with fp64, then times against FA4 varlen on the expanded trajectories.
 
-    python attention.py parity 128 OUT.json                     128, 192/128, 256 or flex
+    python attention.py parity 128 OUT.json [VARIANT]           128, 192/128, 256 or flex
     python attention.py time SHAPES_FOLDER OUT.json PART.json ...   with what the parity checks wrote
     python attention.py compile 128 VARIANT                     into FA4's cache on disk, where that is switched on
 
@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -214,22 +215,30 @@ def time_lists(intervals: AttentionIntervals, forest: Forest, name: str) -> floa
     return statistics.median(times)
 
 
-def check_parity(name: str, out: Path) -> None:
+def check_parity(name: str, out: Path, variant: str | None) -> None:
+    """Of the package, or of a variant, which then stands beside it under a name of its own."""
+    label = f"{name} {variant}" if variant else name
     result: dict = {"parity": {}, "failures": {}}
     try:
-        found = parity("128", "flex") if name == "flex" else parity(name, "flash")
-        result["parity"][name] = found
-        print(f"parity of attention {name} passes: {passes(found)}", flush=True)
+        with ExitStack() as changes:
+            if variant:
+                from flash_variants import use
+
+                changes.enter_context(use(variant))
+            found = parity("128", "flex") if name == "flex" else parity(name, "flash")
+        result["parity"][label] = found
+        print(f"parity of attention {label} passes: {passes(found)}", flush=True)
     except Exception:
-        result["failures"][name] = traceback.format_exc()
-        print(result["failures"][name][-3000:], flush=True)
+        result["failures"][label] = traceback.format_exc()
+        print(result["failures"][label][-3000:], flush=True)
     out.write_text(json.dumps(result, indent=1))
 
 
 def time_all(shapes: Path, out: Path, parts: list[Path]) -> None:
-    result: dict = {**machine(), "seed": 0, "parity": {}, "rows": [], "failures": {}}
+    result: dict = {**machine(), "seed": 0, "parity": {}, "variants_parity": {}, "rows": [], "failures": {}}
     for part in (json.loads(path.read_text()) for path in parts if path.exists()):
-        result["parity"] |= part["parity"]
+        for label, found in part["parity"].items():
+            result["parity" if label in (*DIMS, "flex") else "variants_parity"][label] = found
         result["failures"] |= part["failures"]
     forests = {"prefix-8192+16x1536": fork_layout(8192, 16, 1536)}
     forests |= {name: shape_forest(shapes, name, ROWS) for name in SHAPES}
@@ -296,7 +305,7 @@ def measure(layout: str, forest: Forest, name: str) -> dict:
 def main() -> None:
     command, *arguments = sys.argv[1:]
     if command == "parity":
-        check_parity(arguments[0], Path(arguments[1]))
+        check_parity(arguments[0], Path(arguments[1]), *(arguments[2:] or [None]))
     elif command == "compile":
         from flash_variants import use
 

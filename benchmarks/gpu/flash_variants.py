@@ -8,6 +8,7 @@ from unittest import mock
 import cutlass
 import cutlass.cute as cute
 from flash_attn.cute import interface, utils
+from flash_config import DenseTile, install
 
 from harts_hf.kernels.attention import flash
 
@@ -25,16 +26,27 @@ VARIANTS = {
     "two-loads": ("128", "192/128", "256"),
     "unpacked": ("128", "256"),  # FA4's forward puts the query heads of a key head into one tile unless told not to
     "narrow": ("256",),
-    "sparse-tiles": ("256",),  # FA4's own tiles for the backward with block lists: one stage of queries
+    "dense-tiles": ("256",),  # the backward's tiles of FA4 without block lists: see flash_config.py
     "tall": ("128",),
     "fine": ("128",),
 }
 _BLOCKS = {
-    "narrow": {(256, 256): ((128, 64), (64, 48))},
-    "sparse-tiles": {(256, 256): ((128, 80), (64, 64))},
+    "narrow": {(256, 256): ((128, 64), (64, 64))},
+    "dense-tiles": {(256, 256): ((128, 80), (64, 48))},
     "tall": {(128, 128): ((128, 128), (80, 128))},
     "fine": {(128, 128): ((128, 128), (64, 128))},
 }
+
+
+def as_dense(as_flash):
+    """``flash._as_flash``, with the mark on lists for the backward's tiles."""
+
+    def marked(lists):
+        queries, keys = lists.block_size
+        found = as_flash(lists)
+        return found._replace(block_size=(DenseTile(queries), keys)) if keys == 48 else found
+
+    return marked
 
 
 @contextmanager
@@ -47,7 +59,8 @@ def use(variant: str) -> Iterator[None]:
         elif variant == "unpacked":
             call = functools.partial(interface.flash_attn_func, pack_gqa=False)
             changes.enter_context(mock.patch.object(interface, "flash_attn_func", call))
-        elif variant == "sparse-tiles":
-            changes.enter_context(mock.patch.object(flash, "_DENSE_BACKWARD", None))
+        elif variant == "dense-tiles":
+            install(interface)
+            changes.enter_context(mock.patch.object(flash, "_as_flash", as_dense(flash._as_flash)))
         changes.enter_context(mock.patch.dict(flash.TILES, _BLOCKS.get(variant, {})))
         yield

@@ -28,7 +28,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from harts_hf.batch import AttentionIntervals  # noqa: E402
 from harts_hf.kernels.attention import flash  # noqa: E402
 from harts_hf.kernels.attention.flash_blocks import BlockLists  # noqa: E402
-from harts_hf.kernels.attention.flash_config import install  # noqa: E402
 
 DIMS = {"128": (128, 128, 32, 4), "192/128": (192, 128, 32, 32), "256": (256, 256, 16, 2)}
 ROWS = 1024
@@ -44,19 +43,20 @@ def lists(tile: tuple[int, int], by_key: bool) -> BlockLists:
 
 dim_k, dim_v, heads, key_heads = DIMS[name]
 ends = torch.zeros(ROWS, dtype=torch.int32)
-with use(variant):
-    shared = {"softmax_scale": 0.1, **flash.mask_of(AttentionIntervals(lo=ends, hi=ends))}
-    tiles, as_dense = flash.TILES[dim_k, dim_v], (dim_k, dim_v) == flash._DENSE_BACKWARD
-install(interface)
-with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+intervals = AttentionIntervals(lo=ends, hi=ends)
+flash.mask_of(intervals)  # outside the fake mode, since the words' address is read
+with use(variant), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    shared = {"softmax_scale": 0.1, **flash.mask_of(intervals)}
+    tiles = flash.TILES[dim_k, dim_v]
 
     def rows(heads: int, dim: int) -> torch.Tensor:
         return torch.empty(1, ROWS, heads, dim, dtype=torch.bfloat16, device="cuda")
 
     q, k, v, out = rows(heads, dim_k), rows(key_heads, dim_k), rows(key_heads, dim_v), rows(heads, dim_v)
     packed = {"pack_gqa": False} if variant == "unpacked" else {}
-    forward = flash._as_flash(lists(tiles[0], False), as_dense=False)
-    backward = flash._as_flash(lists(tiles[1], True), as_dense=as_dense)
+    forward, backward = (
+        flash._as_flash(lists(tile, by_key)) for tile, by_key in zip(tiles, (False, True), strict=True)
+    )
     interface._flash_attn_fwd(q, k, v, **shared, **packed, block_sparse_tensors=forward, return_lse=True)
     lse = torch.empty(1, heads, ROWS, dtype=torch.float32, device="cuda")
     interface._flash_attn_bwd(q, k, v, out, out, lse, **shared, block_sparse_tensors=backward)
