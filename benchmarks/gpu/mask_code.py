@@ -21,6 +21,7 @@ import torch  # noqa: E402
 
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 
+from attention import DIMS  # noqa: E402
 from flash_attn.cute import interface  # noqa: E402
 from flash_variants import use  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
@@ -29,7 +30,6 @@ from harts_hf.batch import AttentionIntervals  # noqa: E402
 from harts_hf.kernels.attention import flash  # noqa: E402
 from harts_hf.kernels.attention.flash_blocks import BlockLists  # noqa: E402
 
-DIMS = {"128": (128, 128, 32, 4), "192/128": (192, 128, 32, 32), "256": (256, 256, 16, 2)}
 ROWS = 1024
 
 

@@ -59,7 +59,7 @@ def merge(folder: Path, families: list[str], killed: dict[str, str]) -> dict:
             path = folder / f"{family}-{part}.json"
             if path.exists():
                 found[part] = json.loads(path.read_text())
-        verdicts = [found.get("verify", {}), *(found[part] for part in ("verify_float32",) if part in found)]
+        verdicts = found.get("verify", {}), found.get("verify_float32", {"passed": True})  # not every family's
         passed = all(verdict.get("passed") for verdict in verdicts)
         for part, entry in found.items():
             result |= {key: entry.pop(key) for key in ("device", "versions", "commit", "seed") if key in entry}

@@ -69,7 +69,7 @@ class TreeStep(_BaseTrainer):
     _tree_collator: TreeDataCollator
     _tree_head: HeadOptions
     _tree_slices: list[dict[str, Any]]
-    _tree_leaves: "SliceLeaves | None"
+    _tree_leaves: SliceLeaves | None
     _metrics: Any
 
     def training_step(

@@ -1,20 +1,18 @@
 """Windows on a GPU, as far as a machine without one can tell: nothing stays on the CPU, or is made there."""
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
 import transformers
 from accelerate import Accelerator
 from support import recorded
-from support.device_tags import DEVICE, DeviceMismatchError, is_tagged, pretended_gpu
+from support.device_tags import DEVICE, DeviceMismatchError, is_tagged, pretended_gpu, tensors_of
 from support.models import VOCAB, tiny_model
 from support.trees import branching
 from trl.trainer.base_trainer import _BaseTrainer
 
 from harts_hf import PlannerConfig, TreeGRPOConfig, TreeGRPOTrainer, patch, tree_logprobs
-from harts_hf.batch import TreeBatch
 from harts_hf.kernels.attention.flash_blocks import block_lists
 from harts_hf.kernels.attention.flex import block_mask
 from harts_hf.kernels.linear_attention.fla_tables import packed_chains
@@ -53,19 +51,6 @@ def run_backward(run):
     run.score(return_entropy=True)
     log_probs, entropy = torch.randn(2, num_rows, device=DEVICE)
     run.backward(Coefficients(log_probs=log_probs, entropy=entropy), torch.Tensor.backward)
-
-
-def tensors_of(value):
-    """All tensors in an object, however deep."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in tensors_of(item)]
-    if isinstance(value, dict):
-        return tensors_of(list(value.values()))
-    if isinstance(value, TreeBatch):
-        return tensors_of(vars(value))
-    return tensors_of([getattr(value, f.name) for f in fields(value)]) if is_dataclass(value) else []
 
 
 @pytest.mark.usefixtures("gpu")

@@ -1,10 +1,8 @@
 """Handed states and their gradients by themselves: `pytest tests/runtime/test_handoff.py`."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
+from support.device_tags import tensors_of
 from support.models import VOCAB, tiny_model
 from support.schedules import cut_schedule
 from support.trees import branching
@@ -40,19 +38,9 @@ def test_windows_move_whole():
     window = TreeWindow.from_schedule(branching(65, vocab=VOCAB), cut_schedule(tree, [60, 90], "replay"))
     for batch in window.batches:
         batch.conv(4)
-    found = list(_tensors([*window.to("meta").batches, window.dummy]))
+    found = tensors_of([*window.to("meta").batches, window.dummy])
     assert len(found) > 100
     assert {tensor.device.type for tensor in found} == {"meta"}
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(one)
-    elif hasattr(value, "__dict__"):
-        yield from _tensors(vars(value))
 
 
 @pytest.mark.parametrize("execution", ["replay", "nested", "keep"])

@@ -57,6 +57,15 @@ def is_tagged(tensor: torch.Tensor) -> bool:
     return hasattr(tensor.untyped_storage(), "harts_tag")
 
 
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """All tensors in an object, however deep."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors_of(item)]
+    return tensors_of(list((value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()))
+
+
 def _device_of(tensor: torch.Tensor) -> torch.device:
     return DEVICE if is_tagged(tensor) else torch._C.TensorBase.device.__get__(tensor)
 

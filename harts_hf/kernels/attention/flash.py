@@ -53,11 +53,11 @@ def tree_attention(
     reason = unsupported_because(query, value)
     if reason:
         raise ValueError(f"the flash backend cannot run here: {reason}")
-    from flash_attn.cute import interface
+    from flash_attn.cute.interface import flash_attn_func
 
     tile, tile_backward = TILES[query.shape[3], value.shape[3]]
     num_queries = query.shape[2]
-    out, _ = interface.flash_attn_func(
+    out, _ = flash_attn_func(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
