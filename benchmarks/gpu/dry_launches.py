@@ -1,9 +1,10 @@
 """Runs whole models on the CPU as a GPU would, but compiles each Triton kernel for Hopper instead of launching it.
 
-    PYTHONPATH=../..:../../tests python dry_launches.py FAMILY ...        needs FLA and Triton, no GPU
+    PYTHONPATH=../..:../../tests python dry_launches.py [--float32] FAMILY ...        needs FLA and Triton, no GPU
 
 Results are meaningless (no kernel runs); what is shown is that all of them compile for the sizes, dtypes and head dims
-that occur, and which of FLA's would be tuned on a machine with FLA_CONFIG_DIR and FLA_CACHE_MODE set as they are now.
+that occur and fit the shared memory, and which of FLA's would be tuned on a machine with FLA_CONFIG_DIR and
+FLA_CACHE_MODE set as they are now.
 Attention is the CPU's; its block lists are compiled.
 """
 
@@ -14,12 +15,13 @@ from types import SimpleNamespace
 
 import torch
 import triton
-from support.hopper_launches import compile_launches
+from support.hopper_launches import SHARED_MEMORY, compile_launches
 
 # What FLA and the GPU path ask for when they are imported.
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 torch.cuda.get_device_name = lambda *_: "NVIDIA H200"
 torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132, name="NVIDIA H200")
+torch.cuda.device_count = lambda: 1
 
 
 tuned: set[tuple] = set()
@@ -36,8 +38,10 @@ def first_config(self, *args, **kwargs):
 
 
 launched = compile_launches()
+triton.runtime.driver.active.utils = SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": SHARED_MEMORY})
 triton.runtime.autotuner.Autotuner.run = first_config
 
+import fla.utils.hardware  # noqa: E402
 from fla.ops.utils.cache import AutotuneKey  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from whole_models import CONFIGS, bush, draw_tokens  # noqa: E402
@@ -52,6 +56,7 @@ from harts_hf.kernels.linear_attention import api as linear  # noqa: E402
 from harts_hf.runtime.verification import verify  # noqa: E402
 
 SMALL = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 32}
+fla.utils.hardware.get_all_max_shared_mem = lambda: {None: SHARED_MEMORY}  # by the index of a CPU device
 run_attention = attention.tree_attention
 
 
@@ -65,12 +70,14 @@ def main() -> None:
     for api, backend in ((conv, "triton"), (gather, "triton"), (linear, "fla")):
         api._BY_DEVICE["cpu"] = backend
     attention.tree_attention = attention_with_lists
-    for family in sys.argv[1:] or CONFIGS:
+    names = [name for name in sys.argv[1:] if name != "--float32"]
+    dtype = torch.float32 if "--float32" in sys.argv else torch.bfloat16
+    for family in names or CONFIGS:
         launched.clear()
         tuned.clear()
         begin = time.monotonic()
         config = AutoConfig.for_model(family, **{**CONFIGS[family], **SMALL})
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         trajectories = [row[:270] for row in draw_tokens(bush(6200), 128)[:5]]
         verify(model, [trajectories], planner=PlannerConfig(sharing="always"))
         kernels = collections.Counter(name for name, _ in set(launched))

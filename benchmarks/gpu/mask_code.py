@@ -54,9 +54,8 @@ with use(variant), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
 
     q, k, v, out = rows(heads, dim_k), rows(key_heads, dim_k), rows(key_heads, dim_v), rows(heads, dim_v)
     packed = {"pack_gqa": False} if variant == "unpacked" else {}
-    forward, backward = (
-        flash._as_flash(lists(tile, by_key)) for tile, by_key in zip(tiles, (False, True), strict=True)
-    )
+    forward = flash._as_flash(lists(tiles[0], by_key=False))
+    backward = flash._as_flash(lists(tiles[1], by_key=True), dense=(dim_k, dim_v) == flash._DENSE_BACKWARD)
     interface._flash_attn_fwd(q, k, v, **shared, **packed, block_sparse_tensors=forward, return_lse=True)
     lse = torch.empty(1, heads, ROWS, dtype=torch.float32, device="cuda")
     interface._flash_attn_bwd(q, k, v, out, out, lse, **shared, block_sparse_tensors=backward)

@@ -3,10 +3,12 @@
 # folder that a later run goes on from (e.g. --stages check, then --stages time).
 set -u; from=$1 out=$2 seconds=$3 T0=$(date +%s); root=$PWD; shift 3
 . benchmarks/gpu/unpack_site.sh $from
-export PYTHONPATH=$root:$root/tests:$PYTHONPATH FLA_CONFIG_DIR=$(mktemp -d) FLA_CACHE_MODE=full
+export PYTHONPATH=$root:$root/tests:$PYTHONPATH FLA_CACHE_MODE=full
+export FLA_CONFIG_DIR=$(mktemp -d) FLA_CONFIG_DIR_FEW_STAGES=$(mktemp -d)
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=2
 python3 benchmarks/gpu/triton_cache.py unpack $from
 python3 benchmarks/gpu/fla_defaults.py $from/fla_h200 $FLA_CONFIG_DIR
+python3 benchmarks/gpu/fla_defaults.py $from/fla_h200 $FLA_CONFIG_DIR_FEW_STAGES 1
 echo unpacked $(( $(date +%s)-T0 ))
 case "$*" in *"--stages time"*) ;; *)  # nothing else runs while models are timed
   (timeout 60 python3 -m pytest -m gpu -q --disable-warnings tests/ops -p no:cacheprovider 2>&1 | tail -15 >$out/pytest.log) & ;;

@@ -1,17 +1,19 @@
 """The whole model on one GPU: parity, training, speed, memory and costs, family by family.
 
-    python whole.py OUT.json SHAPES_FOLDER [--budget SECONDS] [--families F ...] [--stages check time] [--dry-run]
+    python whole.py OUT.json SHAPES_FOLDER [--budget SECONDS] [--families F ...] [--stages STAGE ...] [--dry-run]
 
-Run in this folder with the project's root and its ``tests`` on PYTHONPATH. Two stages, each family in a process of its
-own: ``check`` (all families side by side: `harts verify`, three steps of TreeGRPOTrainer, two runs bit by bit), then
-``time`` (one after the other: update time on real shapes against the same kernels without sharing, memory of windows,
-`harts bench --fit-cost`). OUT.json is written anew after every part of every family, so that what is there survives
-what is not. No speed is reported of a family whose verdict is not PASS. ``--dry-run``: tiny models on the CPU.
+Run in this folder with the project's root and its ``tests`` on PYTHONPATH. Stages, each of a family in a process of
+its own: ``check`` (`harts verify` in bf16, three steps of TreeGRPOTrainer, two runs bit by bit) and ``float32``
+(`harts verify` in float32), families side by side; then ``time`` (one after the other: update time on real shapes
+against the same kernels without sharing, memory of windows, `harts bench --fit-cost`). OUT.json is written anew after
+every part of every family, so that what is there survives what is not. No speed is reported of a family whose verdicts
+are not PASS. ``--dry-run``: tiny models on the CPU.
 """
 
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,8 +21,13 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PARTS = {"check": ("verify", "train", "repeat", "verify_float32"), "time": ("speed", "memory", "cost")}
-LIMITS = {"check": 240, "time": 110}  # seconds of a process
+PARTS = {
+    "check": ("verify", "train", "repeat"),
+    "float32": ("verify_float32",),
+    "time": ("speed", "memory", "cost"),
+}
+LIMITS = {"check": 240, "float32": 240, "time": 110}  # seconds of a process
+SIDE_BY_SIDE = 5  # processes: each takes up to 35 GB of the GPU, for float64 among others
 # Parts that need not be run for every family; the others are.
 ONLY = {
     "memory": ("bailing_hybrid", "qwen3_5_text"),
@@ -28,26 +35,52 @@ ONLY = {
     "repeat": ("qwen3_5_text", "olmo_hybrid"),  # dense: what Transformers' experts do is not ours
     "verify_float32": ("bailing_hybrid", "qwen3_5_text"),  # attention at 192/128 and 256 without FA4
 }
+# Where FLA's configurations for heads of 128 in bf16 do not fit the GPU.
+OTHER_CONFIGURATIONS = {
+    ("olmo_hybrid", "check"),
+    ("olmo_hybrid", "time"),
+    *((family, "float32") for family in ONLY["verify_float32"]),
+}
 
 
-def start(family: str, stage: str, folder: Path, arguments: argparse.Namespace) -> subprocess.Popen:
+def start(family: str, stage: str, arguments: argparse.Namespace) -> subprocess.Popen:
     """A process for a stage of a family, whose log is kept."""
-    command = [sys.executable, str(HERE / "whole_parts.py"), family, stage, str(folder), str(arguments.shapes)]
-    with (folder / f"{family}-{stage}.log").open("w") as log:
-        return subprocess.Popen([*command, *(["--dry-run"] if arguments.dry_run else [])], stdout=log, stderr=log)
+    command = [sys.executable, str(HERE / "whole_parts.py"), family, stage, arguments.folder, arguments.shapes]
+    environment = dict(os.environ)
+    if (family, stage) in OTHER_CONFIGURATIONS and "FLA_CONFIG_DIR_FEW_STAGES" in environment:
+        environment["FLA_CONFIG_DIR"] = environment["FLA_CONFIG_DIR_FEW_STAGES"]
+    with (arguments.folder / f"{family}-{stage}.log").open("w") as log:
+        options = ["--dry-run"] if arguments.dry_run else []
+        return subprocess.Popen([*map(str, command), *options], stdout=log, stderr=log, env=environment)
 
 
-def wait(processes: dict[str, subprocess.Popen], seconds: float, save) -> None:
-    """Until all have ended, or for so long; the rest are killed. Saves every second."""
-    end = time.monotonic() + seconds
-    while any(process.poll() is None for process in processes.values()) and time.monotonic() < end:
+def run(jobs: list[tuple[str, str]], at_once: int, end: float, arguments: argparse.Namespace, save) -> dict[str, str]:
+    """Stages of families, ``at_once`` side by side, each until its limit or ``end``. Saves every second.
+
+    Returns:
+        What was not begun, was killed or failed.
+    """
+    waiting, running, wrong = list(jobs), {}, {}
+    while waiting or running:
+        while waiting and len(running) < at_once and end - time.monotonic() > 20:
+            job = waiting.pop(0)
+            limit = min(time.monotonic() + LIMITS[job[1]], end)
+            running[job] = (start(*job, arguments), limit)
+        if not running:
+            return wrong | {" ".join(job): "not begun: no time left" for job in waiting}
         time.sleep(1)
+        for job, (process, limit) in list(running.items()):
+            if process.poll() is None and time.monotonic() > limit:
+                process.send_signal(signal.SIGUSR1)  # its stacks go to the log
+                time.sleep(1)
+                process.kill()
+                process.wait()
+            if process.poll() is not None:
+                del running[job]
+                if process.returncode:
+                    wrong[" ".join(job)] = f"exit {process.returncode}"
         save()
-    for process in processes.values():
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    save()
+    return wrong
 
 
 def merge(folder: Path, families: list[str], killed: dict[str, str]) -> dict:
@@ -97,22 +130,16 @@ def main() -> None:
         text = json.dumps(merge(arguments.folder, list(CONFIGS), killed), indent=1)
         arguments.out.write_text(text + "\n")
 
-    together = {
-        family: start(family, "check", arguments.folder, arguments)
-        for family in families
-        if "check" in arguments.stages
-    }
-    wait(together, min(LIMITS["check"], arguments.budget), save)
-    killed |= {f"{f} check": f"exit {p.returncode}" for f, p in together.items() if p.returncode}
-    for family in families if "time" in arguments.stages else ():
-        left = arguments.budget - (time.monotonic() - begin)
-        if left < 20:
-            killed[f"{family} time"] = "not begun: no time left"
-            continue
-        process = start(family, "time", arguments.folder, arguments)
-        wait({family: process}, min(LIMITS["time"], left), save)
-        if process.returncode:
-            killed[f"{family} time"] = f"exit {process.returncode}"
+    end = begin + arguments.budget
+    for stages, at_once in ((("check", "float32"), SIDE_BY_SIDE), (("time",), 1)):
+        jobs = [
+            (family, stage)
+            for stage in stages
+            if stage in arguments.stages
+            for family in families
+            if any(family in ONLY.get(part, (family,)) for part in PARTS[stage])
+        ]
+        killed |= run(jobs, at_once, end, arguments, save)
     save()
     for log in sorted(arguments.folder.glob("*.log")):
         print(f"-- {log.name}\n{log.read_text()[-400:]}")

@@ -3,6 +3,7 @@
 import argparse
 import faulthandler
 import json
+import signal
 import statistics
 import time
 import traceback
@@ -289,7 +290,7 @@ def main() -> None:
     parser.add_argument("shapes", type=Path)
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args()
-    faulthandler.dump_traceback_later(40, repeat=True)  # into the log: what a stage was at when its time was over
+    faulthandler.register(signal.SIGUSR1)  # into the log: what a stage was at when its time was over
     stage = Stage(arguments.family, arguments.folder, arguments.shapes, arguments.dry_run)
     for part in PARTS[arguments.stage]:
         if arguments.family not in ONLY.get(part, (arguments.family,)):

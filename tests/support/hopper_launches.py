@@ -5,8 +5,10 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.errors import OutOfResources
 
 TARGET = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 232448  # bytes that a block can have
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int = 4, stages: int = 3) -> Any:
@@ -26,12 +28,17 @@ def compile_launches() -> list[tuple[str, str]]:
 
     Returns:
         A list that grows with every launch: the kernel's name, and a hash of what was compiled.
+
+    Raises:
+        OutOfResources: Triton's; at a launch that takes more shared memory than there is.
     """
     launched: list[tuple[str, str]] = []
     run = triton.runtime.JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel.metadata.shared > SHARED_MEMORY:
+            raise OutOfResources(kernel.metadata.shared, SHARED_MEMORY, f"shared memory of {self.fn.__name__}")
         launched.append((self.fn.__name__, kernel.hash))
         return kernel
 

@@ -15,6 +15,11 @@ class DenseTile(int):
     """Queries of a sparse block (as an int) whose lists are made for the tiles of the dense backward."""
 
 
+def can_install(interface: ModuleType) -> bool:
+    """Whether this FA4 (``flash_attn.cute.interface``) chooses tiles where the known ones do."""
+    return callable(getattr(interface, _FUNCTION, None))
+
+
 def install(interface: ModuleType) -> None:
     """From now on block-sparse backwards whose block size is a :class:`DenseTile` take the dense tiles; others do not
     change. More than once is once.
