@@ -1,6 +1,7 @@
 """Tree attention on the GPU: parity with fp64, then times against FA4 varlen on the expanded trajectories.
 
-    python attention.py parity 128 OUT.json [VARIANT]           128, 192/128, 256 or flex
+    python attention.py parity 128 OUT.json [VARIANT]           128, 192/128, 256
+    python attention.py parity flex-128 OUT.json [float32]      the same head dims, on FlexAttention
     python attention.py time SHAPES_FOLDER OUT.json PART.json ...   with what the parity checks wrote
     python attention.py compile 128 VARIANT                     into FA4's cache on disk, where that is switched on
 
@@ -58,13 +59,15 @@ def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: np.ndarra
     )[0]  # fmt: skip
 
 
-def make(rows: int, dims: tuple[int, int, int, int], seed: int, fewer: int = 1) -> list[torch.Tensor]:
-    """q, k, v ``[rows, H, D]`` and the gradient of the output, bf16."""
+def make(
+    rows: int, dims: tuple[int, int, int, int], seed: int, fewer: int = 1, dtype: torch.dtype = torch.bfloat16
+) -> list[torch.Tensor]:
+    """q, k, v ``[rows, H, D]`` and the gradient of the output."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     dim_k, dim_v, heads, key_heads = dims
     heads, key_heads = max(heads // fewer, heads // key_heads), max(key_heads // fewer, 1)
     shapes = [(heads, dim_k), (key_heads, dim_k), (key_heads, dim_v), (heads, dim_v)]
-    return [torch.randn(rows, *shape, generator=generator, device="cuda").bfloat16() for shape in shapes]
+    return [torch.randn(rows, *shape, generator=generator, device="cuda").to(dtype) for shape in shapes]
 
 
 def run_tree(inputs: list[torch.Tensor], handed: int, intervals: AttentionIntervals, scale: float, backend: str):
@@ -80,10 +83,17 @@ def run_tree(inputs: list[torch.Tensor], handed: int, intervals: AttentionInterv
 
 
 def run_expanded(inputs: list[torch.Tensor], handed: int, forest: Forest, scale: float) -> list[torch.Tensor]:
+    """By FA4; in float32, which it does not take, by PyTorch's attention on each trajectory alone."""
     q, k, v, dy = inputs
     rows, first = torch.from_numpy(forest.expanded_rows).cuda(), first_occurrence(forest)
     leaves = [x.detach()[rows].requires_grad_() for x in (q, k, v)]
-    out = varlen(*leaves, forest.lengths, scale)
+    if q.dtype == torch.float32:
+        parts = zip(*(x.transpose(0, 1).split(forest.lengths.tolist(), 1) for x in leaves), strict=True)
+        options = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+        found = [torch.nn.functional.scaled_dot_product_attention(*part, **options) for part in parts]
+        out = torch.cat(found, 1).transpose(0, 1)
+    else:
+        out = varlen(*leaves, forest.lengths, scale)
     d_out = torch.zeros_like(out)
     d_out[first[handed:]] = dy[handed:]
     found = torch.autograd.grad(out, leaves, d_out)
@@ -114,14 +124,14 @@ def handed_intervals(forest: Forest, handed: int) -> AttentionIntervals:
     return AttentionIntervals(lo=torch.from_numpy(lo).cuda(), hi=torch.from_numpy(hi).cuda())
 
 
-def parity(name: str, backend: str) -> dict:
+def parity(name: str, backend: str, dtype: torch.dtype = torch.bfloat16) -> dict:
     dims, forest = DIMS[name], parity_forest()
     scale, result = dims[0] ** -0.5, {}
     for handed in (0, 300):
         errors, intervals = Errors(), handed_intervals(forest, handed)
         same: dict[str, bool] = {}
         for seed in range(SEEDS):
-            inputs = make(forest.num_rows, dims, seed, fewer=8)
+            inputs = make(forest.num_rows, dims, seed, fewer=8, dtype=dtype)
             ours = run_tree(inputs, handed, intervals, scale, backend)
             baseline = run_expanded(inputs, handed, forest, scale)
             oracle = run_oracle(inputs, handed, forest, scale)
@@ -132,7 +142,7 @@ def parity(name: str, backend: str) -> dict:
                 equal = [torch.equal(a, b) for a, b in zip(ours, again, strict=True)]
                 same = dict(zip(("output", "q", "k", "v"), equal, strict=True))
         result[str(handed)] = {"errors": errors.table(), "two_runs_bitwise_equal": same}
-        report(f"attention {name} {backend} handed {handed}", result[str(handed)])
+        report(f"attention {name} {backend} {dtype} handed {handed}", result[str(handed)])
     return result
 
 
@@ -216,16 +226,23 @@ def time_lists(intervals: AttentionIntervals, forest: Forest, name: str) -> floa
 
 
 def check_parity(name: str, out: Path, variant: str | None) -> None:
-    """Of the package, or of a variant, which then stands beside it under a name of its own."""
+    """Of the package, or of a variant, which then stands beside it under a name of its own.
+
+    Args:
+        name: head dims; after "flex-" on FlexAttention, whose variant is a dtype.
+    """
     label = f"{name} {variant}" if variant else name
     result: dict = {"parity": {}, "failures": {}}
     try:
         with ExitStack() as changes:
-            if variant:
-                from flash_variants import use
+            if name.startswith("flex-"):
+                found = parity(name.removeprefix("flex-"), "flex", getattr(torch, variant or "bfloat16"))
+            else:
+                if variant:
+                    from flash_variants import use
 
-                changes.enter_context(use(variant))
-            found = parity("128", "flex") if name == "flex" else parity(name, "flash")
+                    changes.enter_context(use(variant))
+                found = parity(name, "flash")
         result["parity"][label] = found
         print(f"parity of attention {label} passes: {passes(found)}", flush=True)
     except Exception:
@@ -238,7 +255,7 @@ def time_all(shapes: Path, out: Path, parts: list[Path]) -> None:
     result: dict = {**machine(), "seed": 0, "parity": {}, "variants_parity": {}, "rows": [], "failures": {}}
     for part in (json.loads(path.read_text()) for path in parts if path.exists()):
         for label, found in part["parity"].items():
-            result["parity" if label in (*DIMS, "flex") else "variants_parity"][label] = found
+            result["parity" if label in DIMS or label.startswith("flex") else "variants_parity"][label] = found
         result["failures"] |= part["failures"]
     forests = {"prefix-8192+16x1536": fork_layout(8192, 16, 1536)}
     forests |= {name: shape_forest(shapes, name, ROWS) for name in SHAPES}

@@ -3,11 +3,11 @@
     python whole.py OUT.json SHAPES_FOLDER [--budget SECONDS] [--families F ...] [--stages STAGE ...] [--dry-run]
 
 Run in this folder with the project's root and its ``tests`` on PYTHONPATH. Stages, each of a family in a process of
-its own: ``check`` (`harts verify` in bf16, three steps of TreeGRPOTrainer, two runs bit by bit) and ``float32``
-(`harts verify` in float32), families side by side; then ``time`` (one after the other: update time on real shapes
+its own: ``check`` (`harts verify` in bf16, three steps of TreeGRPOTrainer), ``float32`` (`harts verify` in float32)
+and ``repeat`` (two runs bit by bit), side by side; then ``time`` (one after the other: update time on real shapes
 against the same kernels without sharing, memory of windows, `harts bench --fit-cost`). OUT.json is written anew after
-every part of every family, so that what is there survives what is not. No speed is reported of a family whose verdicts
-are not PASS. ``--dry-run``: tiny models on the CPU.
+every part of every family, so that what is there survives what is not; what the folder has of earlier runs is not done
+again. No speed is reported of a family whose verdicts are not PASS. ``--dry-run``: tiny models on the CPU.
 """
 
 import argparse
@@ -22,12 +22,13 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PARTS = {
-    "check": ("verify", "train", "repeat"),
+    "check": ("verify", "train"),
     "float32": ("verify_float32",),
+    "repeat": ("repeat",),
     "time": ("speed", "memory", "cost"),
 }
-LIMITS = {"check": 240, "float32": 240, "time": 110}  # seconds of a process
-SIDE_BY_SIDE = 5  # processes: each takes up to 35 GB of the GPU, for float64 among others
+LIMITS = {"check": 240, "float32": 240, "repeat": 120, "time": 110}  # seconds of a process
+SIDE_BY_SIDE = 4  # processes: each takes 20 to 45 GB of the GPU, for float64 among others
 # Parts that need not be run for every family; the others are.
 ONLY = {
     "memory": ("bailing_hybrid", "qwen3_5_text"),
@@ -41,6 +42,16 @@ OTHER_CONFIGURATIONS = {
     ("olmo_hybrid", "time"),
     *((family, "float32") for family in ONLY["verify_float32"]),
 }
+
+
+def parts_of(family: str, stage: str) -> list[str]:
+    return [part for part in PARTS[stage] if family in ONLY.get(part, (family,))]
+
+
+def is_done(folder: Path, family: str, stage: str) -> bool:
+    """Whether an earlier run has written all parts of a stage, and none failed."""
+    paths = [folder / f"{family}-{part}.json" for part in parts_of(family, stage)]
+    return all(path.exists() and "failure" not in json.loads(path.read_text()) for path in paths)
 
 
 def start(family: str, stage: str, arguments: argparse.Namespace) -> subprocess.Popen:
@@ -95,7 +106,7 @@ def merge(folder: Path, families: list[str], killed: dict[str, str]) -> dict:
         verdicts = found.get("verify", {}), found.get("verify_float32", {"passed": True})  # not every family's
         passed = all(verdict.get("passed") for verdict in verdicts)
         for part, entry in found.items():
-            result |= {key: entry.pop(key) for key in ("device", "versions", "commit", "seed") if key in entry}
+            result |= {key: entry.pop(key) for key in ("device", "versions", "seed") if key in entry}
             if "failure" in entry:
                 result["failures"][f"{family} {part}"] = entry["failure"]
             elif part == "speed" and not passed:
@@ -131,13 +142,13 @@ def main() -> None:
         arguments.out.write_text(text + "\n")
 
     end = begin + arguments.budget
-    for stages, at_once in ((("check", "float32"), SIDE_BY_SIDE), (("time",), 1)):
+    for stages, at_once in ((("check", "float32", "repeat"), SIDE_BY_SIDE), (("time",), 1)):
         jobs = [
             (family, stage)
             for stage in stages
             if stage in arguments.stages
             for family in families
-            if any(family in ONLY.get(part, (family,)) for part in PARTS[stage])
+            if not is_done(arguments.folder, family, stage)
         ]
         killed |= run(jobs, at_once, end, arguments, save)
     save()

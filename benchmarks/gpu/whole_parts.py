@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from whole import ONLY, PARTS
+from whole import PARTS, parts_of
 from whole_models import build_model, bush, draw_tokens, shape_window, spine
 
 from harts_hf import PlannerConfig, TreeGRPOConfig, TreeGRPOTrainer, patch, tree_logprobs
@@ -292,9 +292,7 @@ def main() -> None:
     arguments = parser.parse_args()
     faulthandler.register(signal.SIGUSR1)  # into the log: what a stage was at when its time was over
     stage = Stage(arguments.family, arguments.folder, arguments.shapes, arguments.dry_run)
-    for part in PARTS[arguments.stage]:
-        if arguments.family not in ONLY.get(part, (arguments.family,)):
-            continue
+    for part in parts_of(arguments.family, arguments.stage):
         begin = time.monotonic()
         try:
             entry = getattr(stage, part)()

@@ -14,6 +14,12 @@ from harts_hf.batch import AttentionIntervals
 from harts_hf.kernels.attention.flash_blocks import block_lists
 
 _TILE = (128, 128)
+_OPTIONS = {
+    "ROWS_GUARANTEED_SAFE": True,  # every row sees itself
+    "BACKEND": "TRITON",  # not the decoding kernel for short parts, which is another one to compile, with other bits
+}
+# PyTorch's own choice for float32 takes more shared memory than Hopper has at a head dim of 192.
+_FLOAT32_OPTIONS = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2}
 _masks: WeakKeyDictionary[AttentionIntervals, dict[int, BlockMask]] = WeakKeyDictionary()
 
 
@@ -28,7 +34,7 @@ def tree_attention(
         block_mask=block_mask(intervals, query.shape[2]),
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
-        kernel_options={"ROWS_GUARANTEED_SAFE": True},  # every row sees itself
+        kernel_options=_OPTIONS | (_FLOAT32_OPTIONS if query.dtype == torch.float32 else {}),
     )
     return out.transpose(1, 2).contiguous()
 
