@@ -1,7 +1,7 @@
 """Tree attention on the GPU: parity with fp64, then times against FA4 varlen on the expanded trajectories.
 
     python attention.py parity 128 OUT.json [VARIANT]           128, 192/128, 256
-    python attention.py parity flex-128 OUT.json [float32]      the same head dims, on FlexAttention
+    python attention.py parity flex-128 OUT.json bfloat16           the same head dims, on FlexAttention; or float32
     python attention.py time SHAPES_FOLDER OUT.json PART.json ...   with what the parity checks wrote
     python attention.py compile 128 VARIANT                     into FA4's cache on disk, where that is switched on
 
@@ -37,6 +37,9 @@ DIMS = {"256": (256, 256, 16, 2), "128": (128, 128, 32, 4), "192/128": (192, 128
 SEEDS = 5
 ROWS = 32768  # of real shapes, at least; 16,384 is the package's default of a microbatch
 POOLED_LIMIT, SINGLE_LIMIT = 1.1, 4.0
+# In float32 errors are judged by themselves, relative to the tensor: the baseline's branches are summed in float64,
+# which only shows in this dtype. Measured: 0.5e-6 to 2.0e-6 (the baseline 0.4e-6 to 0.8e-6).
+FLOAT32_LIMIT = 5e-6
 VARIANT_LIMIT = 1e-2  # gradients in bf16, summed in another order
 FORWARD_WORK, BACKWARD_WORK = 2, 5  # products of a tile
 
@@ -146,7 +149,9 @@ def parity(name: str, backend: str, dtype: torch.dtype = torch.bfloat16) -> dict
     return result
 
 
-def passes(found: dict) -> bool:
+def passes(found: dict, dtype: str = "bfloat16") -> bool:
+    if dtype == "float32":
+        return all(e["ours"] <= FLOAT32_LIMIT for entry in found.values() for e in entry["errors"].values())
     return all(
         error["ratio"] <= POOLED_LIMIT and error["worst_single"] <= SINGLE_LIMIT
         for entry in found.values()
@@ -229,14 +234,15 @@ def check_parity(name: str, out: Path, variant: str | None) -> None:
     """Of the package, or of a variant, which then stands beside it under a name of its own.
 
     Args:
-        name: head dims; after "flex-" on FlexAttention, whose variant is a dtype.
+        name: head dims; after "flex-" on FlexAttention.
+        variant: of FA4's; a dtype of FlexAttention's.
     """
     label = f"{name} {variant}" if variant else name
     result: dict = {"parity": {}, "failures": {}}
     try:
         with ExitStack() as changes:
             if name.startswith("flex-"):
-                found = parity(name.removeprefix("flex-"), "flex", getattr(torch, variant or "bfloat16"))
+                found = parity(name.removeprefix("flex-"), "flex", getattr(torch, variant))
             else:
                 if variant:
                     from flash_variants import use
@@ -244,7 +250,8 @@ def check_parity(name: str, out: Path, variant: str | None) -> None:
                     changes.enter_context(use(variant))
                 found = parity(name, "flash")
         result["parity"][label] = found
-        print(f"parity of attention {label} passes: {passes(found)}", flush=True)
+        fine = passes(found, variant) if name.startswith("flex-") else passes(found)
+        print(f"parity of attention {label} passes: {fine}", flush=True)
     except Exception:
         result["failures"][label] = traceback.format_exc()
         print(result["failures"][label][-3000:], flush=True)

@@ -38,8 +38,7 @@ ONLY = {
 }
 # Where FLA's configurations for heads of 128 in bf16 do not fit the GPU.
 OTHER_CONFIGURATIONS = {
-    ("olmo_hybrid", "check"),
-    ("olmo_hybrid", "time"),
+    *(("olmo_hybrid", stage) for stage in PARTS),
     *((family, "float32") for family in ONLY["verify_float32"]),
 }
 
