@@ -177,79 +177,47 @@ class Stage:
         }
 
     def memory(self) -> dict[str, Any]:
-        """Peaks of the ops of windows against the planner's counts times bytes fitted on half of the windows."""
-        from benchmarks.window_memory import FEATURES, features, fit
+        """Peaks of windows against the planner's counts times bytes fitted on others."""
+        from window_peaks import BUDGETS, TREE_TOKENS, planner, predict, units
 
         model = patch(build_model(self.family, self.dry, SEED))
         vocab = model.get_input_embeddings().num_embeddings
-        budgets, rows = ((64, 128, 256), 800) if self.dry else ((2048, 4096, 8192), 26000)
-        trees = {"spine": spine(max(rows, 2600)), "bush": bush(max(rows, 6200))}
-        measured: dict[tuple, tuple] = {}
+        budgets = {budget: budget // 32 if self.dry else budget for budget in BUDGETS}
+        trees = (
+            {"spine": spine(2600), "bush": bush(6200)}
+            if self.dry
+            else {"spine": spine(TREE_TOKENS), "bush": bush(TREE_TOKENS)}
+        )
+        measured = {}
         for name, tree in trees.items():
             trajectories = draw_tokens(tree, vocab)
             if self.dry:
                 trajectories = [row[:700] for row in trajectories[:2]]
             for execution in ("replay", "nested"):
-                for budget in budgets:
-                    limits = {"max_graph_tokens": 2 * budget} if execution == "nested" else {}
-                    config = PlannerConfig(
-                        max_tokens_per_microbatch=budget, sharing="always", execution=execution, **limits
-                    )
-                    window = TreeWindow(trajectories, config).to(self.device)
+                for budget, rows in budgets.items():
+                    window = TreeWindow(trajectories, planner(execution, rows)).to(self.device)
                     for _ in range(2):  # gradients and caches are there the second time
-                        peaks = self._peaks(model, window)
-                    measured[name, execution, budget] = (features(window.schedule), peaks)
-        fitted = [key for key in measured if key[2] != budgets[1]]
-        per_unit = fit([measured[key] for key in fitted])
-        windows = [
-            {
-                "tree": key[0],
-                "execution": key[1],
-                "budget": key[2],
-                "fitted": key in fitted,
-                "peak_bytes": int(peaks.max()),
-                "predicted_bytes": int((counts @ per_unit).max()),
-                "error": round(float((counts @ per_unit).max() / peaks.max()) - 1, 4),
-            }
-            for key, (counts, peaks) in measured.items()
-        ]
-        worst = max(abs(window["error"]) for window in windows if not window["fitted"])
-        print("memory: worst error of predicted windows", worst, flush=True)
-        return {
-            "bytes_per_unit": dict(zip(FEATURES, map(float, per_unit), strict=True)),
-            "worst_error_of_predicted_windows": worst,
-            "windows": windows,
-        }
+                        peak = self._peak(model, window)
+                    measured[name, execution, budget] = units(window.schedule), peak
+        found = predict(measured)
+        print("memory: worst error", found["worst_error_of_predicted_windows"], flush=True)
+        return found
 
-    def _peaks(self, model: Any, window: TreeWindow) -> Any:
-        """Most bytes allocated above what was there before the run, within each op."""
-        import numpy as np
-
-        before, peaks = self._allocated(), []
+    def _peak(self, model: Any, window: TreeWindow) -> float:
+        """Most bytes allocated above what was there before the run."""
+        self._reset_peak()
+        before = self._allocated()
         nested = window.schedule.execution == "nested"
         run = WindowRun(model, window, mode="unscored" if nested else "train")
-        run_forward = run._forward
-
-        def noted(function: Any, *args: Any) -> Any:
-            self._reset_peak()
-            result = function(*args)
-            peaks.append(max(1, (0 if self.dry else torch.cuda.max_memory_allocated()) - before))
-            return result
-
-        run._forward = lambda *args: noted(run_forward, *args)
         tokens = window.tree.num_tokens
         coefficients = Coefficients(log_probs=torch.ones(tokens, device=self.device))
-
-        def backward(scalar: torch.Tensor) -> None:
-            noted(torch.Tensor.backward, scalar)
-
         if nested:
             wanted = torch.ones(tokens, dtype=torch.bool, device=self.device)
-            run.backward_unscored(coefficients, backward, wanted)
+            run.backward_unscored(coefficients, torch.Tensor.backward, wanted)
         else:
             run.score()
-            run.backward(coefficients, backward)
-        return np.array(peaks, float)
+            run.backward(coefficients, torch.Tensor.backward)
+        return max(1.0, (0 if self.dry else torch.cuda.max_memory_allocated()) - before)
 
     def cost(self) -> dict[str, Any]:
         """`harts bench --fit-cost`."""

@@ -1,0 +1,91 @@
+"""Peaks of windows on a GPU as the planner's counts times bytes that are fitted to peaks of other windows.
+
+    python window_peaks.py WHOLE.json        predicts its windows anew, without a GPU
+
+A window's peak is the largest of its ops'. Beside rows and handed bytes, an op that runs a backward has a constant:
+the head's logits of a chunk and their gradients in float32, the vocabulary wide, and the largest weight's gradient.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from harts_hf import PlannerConfig, Schedule
+from harts_hf.runtime import TreeWindow
+
+UNITS = ("graph_rows", "backward_rows", "handed_bytes", "backward")
+BUDGETS = (2048, 4096, 8192)  # the one in the middle is predicted
+TREE_TOKENS = 26000
+
+
+def planner(execution: str, budget: int) -> PlannerConfig:
+    limits = {"max_graph_tokens": 2 * budget} if execution == "nested" else {}
+    return PlannerConfig(max_tokens_per_microbatch=budget, sharing="always", execution=execution, **limits)
+
+
+def units(schedule: Schedule) -> np.ndarray:
+    """``[ops, 4]``: the counts while each op runs, and whether it runs a backward."""
+    counts = schedule.memory_counts()
+    columns = [getattr(counts, name) for name in UNITS[:3]]
+    return np.stack([*columns, counts.backward_rows > 0], axis=1).astype(float)
+
+
+def fit(windows: list[np.ndarray], peaks: list[float]) -> np.ndarray:
+    """Bytes per unit by the smallest squared relative errors, at the op of each window that they make the largest."""
+    largest = [int(window[:, :2].sum(axis=1).argmax()) for window in windows]
+    for _ in range(100):
+        table = np.stack([w[op] / peak for w, op, peak in zip(windows, largest, peaks, strict=True)])
+        scale = np.abs(table).max(axis=0)
+        found = np.linalg.lstsq(table / scale, np.ones(len(table)), rcond=None)[0] / scale
+        before, largest = largest, [int((window @ found).argmax()) for window in windows]
+        if largest == before:
+            break
+    return found
+
+
+def predict(measured: dict[tuple[str, str, int], tuple[np.ndarray, float]]) -> dict:
+    """Fit and predictions of windows, by tree, execution and budget: their units and peaks in bytes."""
+    fitted = [key for key in measured if key[2] != BUDGETS[1]]
+    per_unit = fit([measured[key][0] for key in fitted], [measured[key][1] for key in fitted])
+    windows = [
+        {
+            "tree": key[0],
+            "execution": key[1],
+            "budget": key[2],
+            "fitted": key in fitted,
+            "peak_bytes": int(peak),
+            "predicted_bytes": int((counts @ per_unit).max()),
+            "error": round(float((counts @ per_unit).max() / peak) - 1, 4),
+        }
+        for key, (counts, peak) in measured.items()
+    ]
+    return {
+        "bytes_per_unit": dict(zip(UNITS, map(float, per_unit), strict=True)),
+        "worst_error_of_predicted_windows": max(abs(w["error"]) for w in windows if not w["fitted"]),
+        "windows": windows,
+    }
+
+
+def main() -> None:
+    from whole_models import VOCAB, bush, draw_tokens, spine
+
+    path = Path(sys.argv[1])
+    result = json.loads(path.read_text())
+    trees = {name: draw_tokens(make(TREE_TOKENS), VOCAB) for name, make in (("spine", spine), ("bush", bush))}
+    counts: dict[tuple[str, str, int], np.ndarray] = {}
+    for row in (row for row in result["rows"] if row["op"] == "memory"):
+        measured = {}
+        for window in row["windows"]:
+            key = window["tree"], window["execution"], window["budget"]
+            if key not in counts:
+                counts[key] = units(TreeWindow(trees[key[0]], planner(*key[1:])).schedule)
+            measured[key] = counts[key], float(window["peak_bytes"])
+        row.update(predict(measured))
+        print(row["family"], row["bytes_per_unit"], row["worst_error_of_predicted_windows"])
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
