@@ -17,11 +17,18 @@ def main() -> None:
     left, right = figure.subplots(1, 2)
     bars = [(f"{row['family']}\n{name}", entry) for row in speeds for name, entry in row["shapes"].items()]
     places = np.arange(len(bars))
-    left.bar(places - 0.2, [entry["speedup"] for _, entry in bars], 0.4, label="speedup of the update")
-    left.bar(places + 0.2, [entry["sharing_ratio"] for _, entry in bars], 0.4, label="sharing ratio (rows)")
+    drawn = [
+        ("speedup", "forward and backward"),
+        ("speedup_with_scoring", "the package's update (scoring where there are several microbatches)"),
+        ("sharing_ratio", "sharing ratio (rows)"),
+    ]
+    drawn = [pair for pair in drawn if any(pair[0] in entry for _, entry in bars)]
+    for place, (key, label) in enumerate(drawn):
+        left.bar(places + 0.27 * (place - 1), [entry.get(key, 0) for _, entry in bars], 0.27, label=label)
     left.set_xticks(places, [label for label, _ in bars], rotation=90, fontsize=7)
     left.set_title("against the same kernels without sharing")
-    left.legend()
+    left.set_ylim(0, 1.3 * max(left.get_ylim()))
+    left.legend(fontsize=7)
     for family in dict.fromkeys(family for family, _ in windows):
         ours = [window for name, window in windows if name == family and not window["fitted"]]
         right.plot(*[[w[key] / 1e9 for w in ours] for key in ("peak_bytes", "predicted_bytes")], "x", label=family)
