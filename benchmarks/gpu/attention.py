@@ -45,10 +45,15 @@ FORWARD_WORK, BACKWARD_WORK = 2, 5  # products of a tile
 
 
 def parity_forest() -> Forest:
-    """A prefix of 300, forks of ragged lengths, a path that ends inside, one-token branches."""
+    """A prefix of 300, forks of ragged lengths, a path that ends inside, one-token branches; a second tree, whose rows
+    share tiles with the first, and a third with branches that begin where tiles do.
+    """
     parent = [-1, 0, 0, 0, 1, 1, *[3] * 20]
     length = [300, 200, 513, 129, 77, 300, *[1] * 20]
-    return join([RolloutTree.from_shape(parent, length, [2, 4, 5, 1, *range(6, 26)])])
+    ragged = RolloutTree.from_shape(parent, length, [2, 4, 5, 1, *range(6, 26)])
+    second = RolloutTree.from_shape([-1, 0, 0], [100, 60, 13], [1, 2])
+    aligned = RolloutTree.from_shape([-1, 0, 0], [256, 100, 300], [1, 2])
+    return join([ragged, second, aligned])
 
 
 def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: np.ndarray, scale: float) -> torch.Tensor:
@@ -150,6 +155,8 @@ def parity(name: str, backend: str, dtype: torch.dtype = torch.bfloat16) -> dict
 
 
 def passes(found: dict, dtype: str = "bfloat16") -> bool:
+    if not found:
+        return False
     if dtype == "float32":
         return all(e["ours"] <= FLOAT32_LIMIT for entry in found.values() for e in entry["errors"].values())
     return all(
@@ -260,6 +267,8 @@ def check_parity(name: str, out: Path, variant: str | None) -> None:
 
 def time_all(shapes: Path, out: Path, parts: list[Path]) -> None:
     result: dict = {**machine(), "seed": 0, "parity": {}, "variants_parity": {}, "rows": [], "failures": {}}
+    for path in (path for path in parts if not path.exists()):
+        result["failures"][path.stem] = "the parity check has left no result"
     for part in (json.loads(path.read_text()) for path in parts if path.exists()):
         for label, found in part["parity"].items():
             result["parity" if label in DIMS or label.startswith("flex") else "variants_parity"][label] = found
@@ -267,6 +276,7 @@ def time_all(shapes: Path, out: Path, parts: list[Path]) -> None:
     forests = {"prefix-8192+16x1536": fork_layout(8192, 16, 1536)}
     forests |= {name: shape_forest(shapes, name, ROWS) for name in SHAPES}
     forests |= {f"{name}-16K": shape_forest(shapes, name, ROWS // 2) for name in SHAPES}
+    out.write_text(json.dumps(result, indent=1))
     for name in DIMS:
         fine = name in result["parity"] and passes(result["parity"][name])
         for layout, forest in forests.items() if fine else ():

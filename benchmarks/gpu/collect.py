@@ -21,7 +21,7 @@ BARS = {"linear": 0.92, "attention 128": 0.95, "attention 192/128": 0.95, "atten
 
 def attention_passes(entry: dict) -> bool:
     errors = [error for part in entry.values() for error in part["errors"].values()]
-    return all(e["ratio"] <= POOLED_LIMIT and e["worst_single"] <= SINGLE_LIMIT for e in errors)
+    return bool(errors) and all(e["ratio"] <= POOLED_LIMIT and e["worst_single"] <= SINGLE_LIMIT for e in errors)
 
 
 def collect(parity: dict, parts: list[dict]) -> dict:

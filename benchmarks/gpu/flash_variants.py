@@ -30,7 +30,5 @@ def use(variant: str) -> Iterator[None]:
         if variant == "unpacked":
             call = functools.partial(interface.flash_attn_func, pack_gqa=False)
             changes.enter_context(mock.patch.object(interface, "flash_attn_func", call))
-        elif variant == "sparse-tiles":
-            changes.enter_context(mock.patch.object(flash, "_DENSE_BACKWARD", None))
         changes.enter_context(mock.patch.dict(flash.TILES, _BLOCKS.get(variant, {})))
         yield

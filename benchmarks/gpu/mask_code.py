@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from harts_hf.batch import AttentionIntervals  # noqa: E402
 from harts_hf.kernels.attention import flash  # noqa: E402
 from harts_hf.kernels.attention.flash_blocks import BlockLists  # noqa: E402
+from harts_hf.kernels.attention.flash_config import DENSE_TILE, backward_tile  # noqa: E402
 
 ROWS = 1024
 
@@ -55,7 +56,8 @@ with use(variant), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
     q, k, v, out = rows(heads, dim_k), rows(key_heads, dim_k), rows(key_heads, dim_v), rows(heads, dim_v)
     packed = {"pack_gqa": False} if variant == "unpacked" else {}
     forward = flash._as_flash(lists(tiles[0], by_key=False))
-    backward = flash._as_flash(lists(tiles[1], by_key=True), dense=(dim_k, dim_v) == flash._DENSE_BACKWARD)
+    by_key = lists(backward_tile(interface) if tiles[1] == DENSE_TILE else tiles[1], by_key=True)
+    backward = flash._as_flash(by_key)
     interface._flash_attn_fwd(q, k, v, **shared, **packed, block_sparse_tensors=forward, return_lse=True)
     lse = torch.empty(1, heads, ROWS, dtype=torch.float32, device="cuda")
     interface._flash_attn_bwd(q, k, v, out, out, lse, **shared, block_sparse_tensors=backward)

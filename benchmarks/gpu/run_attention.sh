@@ -13,4 +13,4 @@ for pair in 128:unpacked 256:unpacked; do
   (timeout 110 python3 attention.py compile ${pair%:*} ${pair#*:} >$work/c_${pair/:/_}.log 2>&1) &
 done; wait
 grep -hv "arn" $work/*.log | cut -c1-420 | tee $out/parity_attention.log | tail -30; echo parity $(( $(date +%s)-T0 ))
-timeout 240 python3 attention.py time $root/$from/shapes $out/attention.json $work/{128,192,256}.json $work/flex-*.json $work/v_*.json 2>&1 | grep -v arn | cut -c1-600; echo timed $(( $(date +%s)-T0 ))
+timeout 240 python3 attention.py time $root/$from/shapes $out/attention.json $work/{128,192,256,flex-{128,192,256}-{bfloat16,float32},v_256_sparse-tiles,v_256_narrow,v_128_coarse}.json 2>&1 | grep -v arn | cut -c1-600; echo timed $(( $(date +%s)-T0 ))

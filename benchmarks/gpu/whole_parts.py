@@ -3,6 +3,7 @@
 import argparse
 import faulthandler
 import json
+import os
 import signal
 import statistics
 import time
@@ -39,7 +40,7 @@ class Stage:
 
     def about(self) -> dict[str, Any]:
         if self.dry:
-            return {"device": "cpu (dry run)", "seed": SEED}
+            return {"device": "cpu (dry run)", "commit": os.environ.get("HARTS_COMMIT", "unknown"), "seed": SEED}
         from measure import machine
 
         return {**machine(), "seed": SEED}

@@ -32,23 +32,37 @@ def units(schedule: Schedule) -> np.ndarray:
     return np.stack([*columns, counts.backward_rows > 0], axis=1).astype(float)
 
 
-def fit(windows: list[np.ndarray], peaks: list[float]) -> np.ndarray:
-    """Bytes per unit by the smallest squared relative errors, at the op of each window that they make the largest."""
+def fit(windows: list[np.ndarray], peaks: list[float]) -> tuple[np.ndarray, bool]:
+    """Bytes per unit, none negative, by the smallest squared relative errors at the op of each window that they make
+    the largest; and whether these ops settled.
+    """
     largest = [int(window[:, :2].sum(axis=1).argmax()) for window in windows]
     for _ in range(100):
         table = np.stack([w[op] / peak for w, op, peak in zip(windows, largest, peaks, strict=True)])
-        scale = np.abs(table).max(axis=0)
-        found = np.linalg.lstsq(table / scale, np.ones(len(table)), rcond=None)[0] / scale
+        found = _non_negative(table)
         before, largest = largest, [int((window @ found).argmax()) for window in windows]
         if largest == before:
-            break
-    return found
+            return found, True
+    return found, False
+
+
+def _non_negative(table: np.ndarray) -> np.ndarray:
+    """Least squares of ``table @ x`` to 1; units that would be negative are left out, the worst first."""
+    scale = np.abs(table).max(axis=0)
+    scale[scale == 0] = 1
+    kept = np.ones(table.shape[1], bool)
+    while True:
+        found = np.zeros(table.shape[1])
+        found[kept] = np.linalg.lstsq((table / scale)[:, kept], np.ones(len(table)), rcond=None)[0]
+        if found.min() >= 0:
+            return found / scale
+        kept[found.argmin()] = False
 
 
 def predict(measured: dict[tuple[str, str, int], tuple[np.ndarray, float]]) -> dict:
     """Fit and predictions of windows, by tree, execution and budget: their units and peaks in bytes."""
     fitted = [key for key in measured if key[2] != BUDGETS[1]]
-    per_unit = fit([measured[key][0] for key in fitted], [measured[key][1] for key in fitted])
+    per_unit, settled = fit([measured[key][0] for key in fitted], [measured[key][1] for key in fitted])
     windows = [
         {
             "tree": key[0],
@@ -62,6 +76,7 @@ def predict(measured: dict[tuple[str, str, int], tuple[np.ndarray, float]]) -> d
         for key, (counts, peak) in measured.items()
     ]
     return {
+        "settled": settled,
         "bytes_per_unit": dict(zip(UNITS, map(float, per_unit), strict=True)),
         "worst_error_of_predicted_windows": max(abs(w["error"]) for w in windows if not w["fitted"]),
         "windows": windows,

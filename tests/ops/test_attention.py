@@ -1,7 +1,5 @@
 """Tree attention: `pytest tests/ops/test_attention.py`."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,6 @@ from harts_hf.batch import AttentionIntervals
 from harts_hf.kernels.attention import api, tree_attention
 from harts_hf.kernels.attention import torch as torch_backend
 from harts_hf.kernels.attention.flash import pack_intervals
-from harts_hf.kernels.attention.flash_config import DenseTile, can_install, install
 from harts_hf.tree import RolloutTree
 
 NAMES = ("query", "key", "value")
@@ -116,28 +113,6 @@ def test_packed_intervals_say_the_same():
     found = (rows[:, None].astype(np.uint32) - packed[:, 0]) < packed[:, 1]
     np.testing.assert_array_equal(found[:, :-9], (lo <= rows[:, None]) & (rows[:, None] < hi))
     assert not found[:, -9:].any()
-
-
-def test_dense_tiles_of_the_backward():
-    """FA4's choice of tiles does not see the sparse block where it is ours, and is untouched for everyone else."""
-    seen = []
-
-    def choose(head_dim, head_dim_v, causal, local, sparse_block_size_q=None):
-        seen.append(sparse_block_size_q)
-        return head_dim
-
-    interface = ModuleType("interface")
-    assert not can_install(interface)
-    interface._tile_size_bwd_sm90 = choose
-    assert can_install(interface)
-    install(interface)
-    once = interface._tile_size_bwd_sm90
-    install(interface)
-    assert interface._tile_size_bwd_sm90 is once
-    for block in (DenseTile(64), 64, None):
-        assert once(256, 256, False, False, sparse_block_size_q=block) == 256
-    assert once(256, 256, False, False) == 256
-    assert seen == [None, 64, None, None]
 
 
 def test_memory_grows_with_the_block_and_not_with_the_square(monkeypatch):

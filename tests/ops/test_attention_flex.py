@@ -2,6 +2,8 @@
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,3 +75,21 @@ def test_too_many_compilations_are_an_error(compilations: CompileCounter, monkey
     with pytest.raises(FailOnRecompileLimitHit):
         flex.tree_attention(*tensors, intervals, scale=0.3)
     assert compilations.frame_count == 1
+
+
+@pytest.mark.parametrize("options", [flex._OPTIONS, flex._OPTIONS | flex._FLOAT32_OPTIONS], ids=["own", "float32"])
+def test_pytorchs_kernel_on_our_lists(options: dict[str, Any], tmp_path: Path):
+    """Several trees in a microbatch, rows that see no key of the first tile they visit, handed keys: none is NaN."""
+    flex_template = pytest.importorskip("support.flex_template")
+    for lengths, handed in [([60, 9], 0), ([130, 7, 140], 0), ([140, 60, 75, 1], 140)]:
+        tensors, intervals = case(lengths, handed)
+        other = case([60, 31, 5], 0)[1]  # a second tree after it, of which nothing is handed
+        rows = tensors[0].shape[2]
+        intervals = AttentionIntervals(
+            lo=torch.cat([intervals.lo, other.lo + rows]), hi=torch.cat([intervals.hi, other.hi + rows])
+        )
+        tensors = [torch.cat([x, torch.randn(*x.shape[:2], 96, 16)], dim=2) for x in tensors]
+        mask = flex.block_mask(intervals, rows + 96)
+        found = flex_template.run(*tensors, mask, intervals, scale=0.3, options=options, folder=tmp_path)
+        expected = reference.tree_attention(*tensors, intervals, scale=0.3)
+        assert (found - expected).abs().max() < TOLERANCE, (lengths, handed)

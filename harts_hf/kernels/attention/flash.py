@@ -13,15 +13,14 @@ import torch
 
 from harts_hf.batch import AttentionIntervals
 from harts_hf.kernels.attention.flash_blocks import BlockLists, block_lists
-from harts_hf.kernels.attention.flash_config import DenseTile, can_install, install
+from harts_hf.kernels.attention.flash_config import DENSE_TILE, backward_tile, marked
 
 # (head dim of q and k, of v) -> (queries, keys) of a block, forward and backward: FA4's own tiles on Hopper.
 TILES = {
     (128, 128): ((128, 128), (64, 128)),
     (192, 128): ((128, 128), (64, 96)),
-    (256, 256): ((128, 80), (64, 48)),
+    (256, 256): ((128, 80), DENSE_TILE),  # where this FA4 has it: see flash_config
 }
-_DENSE_BACKWARD = (256, 256)  # see flash_config
 
 _addresses: WeakKeyDictionary[AttentionIntervals, Any] = WeakKeyDictionary()
 
@@ -45,13 +44,7 @@ def unsupported_because(query: torch.Tensor, value: torch.Tensor) -> str | None:
         return f"it takes bfloat16 and float16, not {query.dtype}"
     if dims not in TILES:
         return f"head dims {dims} are not among {sorted(TILES)}"
-    reason = unavailable_because()
-    if reason is None and dims == _DENSE_BACKWARD:
-        from flash_attn.cute import interface
-
-        if not can_install(interface):
-            return "this flash-attn-4 chooses its tiles elsewhere: 4.0.0b36 is known to work"
-    return reason
+    return unavailable_because()
 
 
 def tree_attention(
@@ -65,6 +58,8 @@ def tree_attention(
 
     dims, num_queries = (query.shape[3], value.shape[3]), query.shape[2]
     tile, tile_backward = TILES[dims]
+    if tile_backward == DENSE_TILE:
+        tile_backward = backward_tile(interface)
     lists = block_lists(intervals, num_queries, tile, by_key=False)
     lists_backward = block_lists(intervals, num_queries, tile_backward, by_key=True)
     out, _ = interface.flash_attn_func(
@@ -74,24 +69,20 @@ def tree_attention(
         softmax_scale=scale,
         **mask_of(intervals),
         block_sparse_tensors=_as_flash(lists),
-        block_sparse_tensors_bwd=_as_flash(lists_backward, dense=dims == _DENSE_BACKWARD),
+        block_sparse_tensors_bwd=_as_flash(lists_backward),
     )
     return out
 
 
-def _as_flash(lists: BlockLists, *, dense: bool = False) -> Any:
-    from flash_attn.cute import interface
+def _as_flash(lists: BlockLists) -> Any:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    queries, keys = lists.block_size
-    if dense:
-        install(interface)
     return BlockSparseTensorsTorch(
         mask_block_cnt=lists.partial_count,
         mask_block_idx=lists.partial_index,
         full_block_cnt=lists.full_count,
         full_block_idx=lists.full_index,
-        block_size=(DenseTile(queries) if dense else queries, keys),
+        block_size=marked(lists.block_size),
     )
 
 

@@ -5,33 +5,54 @@ have any number of keys a block, so the dense configuration fits: 48 keys, two s
 """
 
 import functools
+import logging
 from types import ModuleType
 from typing import Any
 
+_logger = logging.getLogger(__name__)
 _FUNCTION = "_tile_size_bwd_sm90"
+_DIMS = (256, 256)
+DENSE_TILE, SPARSE_TILE = (64, 48), (64, 64)
 
 
 class DenseTile(int):
     """Queries of a sparse block (as an int) whose lists are made for the tiles of the dense backward."""
 
 
-def can_install(interface: ModuleType) -> bool:
-    """Whether this FA4 (``flash_attn.cute.interface``) chooses tiles where the known ones do."""
-    return callable(getattr(interface, _FUNCTION, None))
+@functools.cache
+def backward_tile(interface: ModuleType) -> tuple[int, int]:
+    """(queries, keys) of a block of the backward at head dim 256: the dense tile where this FA4
+    (``flash_attn.cute.interface``) has it and can be made to take it; else the tile that it keeps for block lists.
+    """
+    choose = getattr(interface, _FUNCTION, None)
+    try:
+        found = choose(*_DIMS, False, False)  # type: ignore[misc]
+        dense = (found.m_block_size, found.n_block_size)
+    except (AttributeError, TypeError) as error:
+        dense = None
+        _logger.info("FA4 chooses tiles in another way than 4.0.0b36: %s", error)
+    if dense != DENSE_TILE:
+        _logger.info("the backward at head dim 256 runs on FA4's tiles for block lists; its dense ones are %s", dense)
+        return SPARSE_TILE
+    _install(interface)
+    return DENSE_TILE
 
 
-def install(interface: ModuleType) -> None:
+def marked(block_size: tuple[int, int]) -> tuple[int, int]:
+    """The block size of lists as FA4 is to be given it."""
+    return (DenseTile(block_size[0]), block_size[1]) if block_size == DENSE_TILE else block_size
+
+
+def _install(interface: ModuleType) -> None:
     """From now on block-sparse backwards whose block size is a :class:`DenseTile` take the dense tiles; others do not
-    change. More than once is once.
+    change.
     """
     choose = getattr(interface, _FUNCTION)
-    if hasattr(choose, "__wrapped__"):
-        return
 
     @functools.wraps(choose)
-    def tile_size(*args: Any, sparse_block_size_q: int | None = None, **kwargs: Any) -> Any:
-        if isinstance(sparse_block_size_q, DenseTile):
-            sparse_block_size_q = None
-        return choose(*args, sparse_block_size_q=sparse_block_size_q, **kwargs)
+    def tile_size(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(None if isinstance(x, DenseTile) else x for x in args)
+        kwargs = {name: None if isinstance(x, DenseTile) else x for name, x in kwargs.items()}
+        return choose(*args, **kwargs)
 
     setattr(interface, _FUNCTION, tile_size)

@@ -16,12 +16,11 @@ from harts_hf.batch import AttentionIntervals
 from harts_hf.kernels.attention.flash_blocks import block_lists
 
 _TILE = (128, 128)
-_OPTIONS = {
-    "ROWS_GUARANTEED_SAFE": True,  # every row sees itself
-    "BACKEND": "TRITON",  # not the decoding kernel for short parts, which is another one to compile, with other bits
-}
+# ROWS_GUARANTEED_SAFE is not among them: it is safe only where every row sees a key in the first tile that it visits.
+# Rows of a second tree, or of a branch whose block the trunk's does not meet, would be NaN.
+_OPTIONS = {"BACKEND": "TRITON"}  # not the decoding kernel for short parts: one more to compile, with other bits
 # PyTorch's own choice for float32 takes more shared memory than Hopper has at a head dim of 192.
-_FLOAT32_OPTIONS = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2}
+_FLOAT32_OPTIONS = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2, "fwd_num_warps": 4}
 _MOST_COMPILATIONS = 64
 _masks: WeakKeyDictionary[AttentionIntervals, dict[int, BlockMask]] = WeakKeyDictionary()
 
