@@ -46,13 +46,13 @@ FORWARD_WORK, BACKWARD_WORK = 2, 5  # products of a tile
 
 def parity_forest() -> Forest:
     """A prefix of 300, forks of ragged lengths, a path that ends inside, one-token branches; a second tree, whose rows
-    share tiles with the first, and a third with branches that begin where tiles do.
+    share tiles with the first, and a third with branches that begin where tiles of 128 do (if nothing is handed over).
     """
     parent = [-1, 0, 0, 0, 1, 1, *[3] * 20]
     length = [300, 200, 513, 129, 77, 300, *[1] * 20]
     ragged = RolloutTree.from_shape(parent, length, [2, 4, 5, 1, *range(6, 26)])
-    second = RolloutTree.from_shape([-1, 0, 0], [100, 60, 13], [1, 2])
-    aligned = RolloutTree.from_shape([-1, 0, 0], [256, 100, 300], [1, 2])
+    second = RolloutTree.from_shape([-1, 0, 0], [100, 60, 93], [1, 2])
+    aligned = RolloutTree.from_shape([-1, 0, 0], [256, 128, 300], [1, 2])
     return join([ragged, second, aligned])
 
 
@@ -177,7 +177,7 @@ def causal_tiles(lengths: np.ndarray, tile: tuple[int, int]) -> int:
 
 def tile_ratio(forest: Forest, intervals: AttentionIntervals, name: str) -> float:
     work_tree = work_expanded = 0.0
-    tiles = flash.TILES[DIMS[name][:2]]
+    tiles = flash.tiles_of(*DIMS[name][:2])
     for tile, weight, by_key in zip(tiles, (FORWARD_WORK, BACKWARD_WORK), (False, True), strict=True):
         area = tile[0] * tile[1] * weight
         work_tree += area * int(block_lists(intervals, forest.num_rows, tile, by_key=by_key).num_tiles)
@@ -230,7 +230,7 @@ def time_lists(intervals: AttentionIntervals, forest: Forest, name: str) -> floa
         fresh = AttentionIntervals(lo=intervals.lo, hi=intervals.hi)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for tile, by_key in zip(flash.TILES[DIMS[name][:2]], (False, True), strict=True):
+        for tile, by_key in zip(flash.tiles_of(*DIMS[name][:2]), (False, True), strict=True):
             block_lists(fresh, forest.num_rows, tile, by_key=by_key)
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)

@@ -29,7 +29,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from harts_hf.batch import AttentionIntervals  # noqa: E402
 from harts_hf.kernels.attention import flash  # noqa: E402
 from harts_hf.kernels.attention.flash_blocks import BlockLists  # noqa: E402
-from harts_hf.kernels.attention.flash_config import DENSE_TILE, backward_tile  # noqa: E402
 
 ROWS = 1024
 
@@ -48,7 +47,7 @@ intervals = AttentionIntervals(lo=ends, hi=ends)
 flash.mask_of(intervals)  # outside the fake mode, since the words' address is read
 with use(variant), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
     shared = {"softmax_scale": 0.1, **flash.mask_of(intervals)}
-    tiles = flash.TILES[dim_k, dim_v]
+    tiles = flash.tiles_of(dim_k, dim_v)
 
     def rows(heads: int, dim: int) -> torch.Tensor:
         return torch.empty(1, ROWS, heads, dim, dtype=torch.bfloat16, device="cuda")
@@ -56,8 +55,7 @@ with use(variant), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
     q, k, v, out = rows(heads, dim_k), rows(key_heads, dim_k), rows(key_heads, dim_v), rows(heads, dim_v)
     packed = {"pack_gqa": False} if variant == "unpacked" else {}
     forward = flash._as_flash(lists(tiles[0], by_key=False))
-    by_key = lists(backward_tile(interface) if tiles[1] == DENSE_TILE else tiles[1], by_key=True)
-    backward = flash._as_flash(by_key)
+    backward = flash._as_flash(lists(tiles[1], by_key=True))
     interface._flash_attn_fwd(q, k, v, **shared, **packed, block_sparse_tensors=forward, return_lse=True)
     lse = torch.empty(1, heads, ROWS, dtype=torch.float32, device="cuda")
     interface._flash_attn_bwd(q, k, v, out, out, lse, **shared, block_sparse_tensors=backward)

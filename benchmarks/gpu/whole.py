@@ -53,7 +53,7 @@ def is_done(folder: Path, family: str, stage: str) -> bool:
     for part in parts_of(family, stage):
         path = folder / f"{family}-{part}.json"
         found = json.loads(path.read_text()) if path.exists() else {"failure": "not there"}
-        if "failure" in found or not found.get("passed", True) or commit is None or found["commit"] != commit:
+        if "failure" in found or not found.get("passed", True) or commit is None or found.get("commit") != commit:
             return False
     return True
 
@@ -77,26 +77,34 @@ def run(jobs: list[tuple[str, str]], at_once: int, end: float, arguments: argpar
         What was not begun, was killed or failed.
     """
     waiting, running, wrong = list(jobs), {}, {}
-    while waiting or running:
-        while waiting and len(running) < at_once and end - time.monotonic() > 20:
-            job = waiting.pop(0)
-            limit = min(time.monotonic() + LIMITS[job[1]], end)
-            running[job] = (start(*job, arguments), limit)
-        if not running:
-            return wrong | {" ".join(job): "not begun: no time left" for job in waiting}
-        time.sleep(1)
-        for job, (process, limit) in list(running.items()):
-            if process.poll() is None and time.monotonic() > limit:
-                process.send_signal(signal.SIGUSR1)  # its stacks go to the log
-                time.sleep(1)
-                os.killpg(process.pid, signal.SIGKILL)  # with compilers that it has begun
-                process.wait()
-            if process.poll() is not None:
-                del running[job]
-                if process.returncode:
-                    wrong[" ".join(job)] = f"exit {process.returncode}"
-        save()
-    return wrong
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once and end - time.monotonic() > 20:
+                job = waiting.pop(0)
+                running[job] = start(*job, arguments), min(time.monotonic() + LIMITS[job[1]], end)
+            if not running:
+                return wrong | {" ".join(job): "not begun: no time left" for job in waiting}
+            time.sleep(1)
+            for job, (process, limit) in list(running.items()):
+                if process.poll() is None and time.monotonic() > limit:
+                    process.send_signal(signal.SIGUSR1)  # its stacks go to the log
+                    time.sleep(1)
+                    kill(process)
+                if process.poll() is not None:
+                    del running[job]
+                    if process.returncode:
+                        wrong[" ".join(job)] = f"exit {process.returncode}"
+            save()
+        return wrong
+    finally:
+        for process, _ in running.values():
+            kill(process)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """With the compilers that it has begun."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def merge(folder: Path, families: list[str], killed: dict[str, str]) -> dict:
@@ -141,6 +149,9 @@ def main() -> None:
         arguments.folder /= "dry"
     arguments.folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that processes that were started end, too
+    if "HARTS_COMMIT" not in os.environ:
+        print("HARTS_COMMIT is not set: whatever earlier runs have left in the folder is done again", flush=True)
     begin, killed = time.monotonic(), {}
     if arguments.dry_run:  # few and slow cores
         LIMITS.update({stage: 8 * limit for stage, limit in LIMITS.items()})

@@ -56,10 +56,8 @@ def tree_attention(
         raise ValueError(f"the flash backend cannot run here: {reason}")
     from flash_attn.cute import interface
 
-    dims, num_queries = (query.shape[3], value.shape[3]), query.shape[2]
-    tile, tile_backward = TILES[dims]
-    if tile_backward == DENSE_TILE:
-        tile_backward = backward_tile(interface)
+    num_queries = query.shape[2]
+    tile, tile_backward = tiles_of(query.shape[3], value.shape[3])
     lists = block_lists(intervals, num_queries, tile, by_key=False)
     lists_backward = block_lists(intervals, num_queries, tile_backward, by_key=True)
     out, _ = interface.flash_attn_func(
@@ -72,6 +70,14 @@ def tree_attention(
         block_sparse_tensors_bwd=_as_flash(lists_backward),
     )
     return out
+
+
+def tiles_of(head_dim: int, head_dim_v: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """:data:`TILES` as the installed FA4 can have them."""
+    from flash_attn.cute import interface
+
+    tile, tile_backward = TILES[head_dim, head_dim_v]
+    return tile, backward_tile(interface) if tile_backward == DENSE_TILE else tile_backward
 
 
 def _as_flash(lists: BlockLists) -> Any:

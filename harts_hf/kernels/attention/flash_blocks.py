@@ -15,7 +15,7 @@ from harts_hf.batch import AttentionIntervals
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BlockLists:
-    """For each block of one side the blocks of the other that it must visit, ascending; int32.
+    """For each block of one side the blocks of the other that it must visit, ascending (kernels rely on it); int32.
 
     Attributes:
         partial_count: ``[1, 1, A]`` blocks that need the mask.

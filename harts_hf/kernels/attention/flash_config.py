@@ -26,16 +26,17 @@ def backward_tile(interface: ModuleType) -> tuple[int, int]:
     """
     choose = getattr(interface, _FUNCTION, None)
     try:
-        found = choose(*_DIMS, False, False)  # type: ignore[misc]
-        dense = (found.m_block_size, found.n_block_size)
-    except (AttributeError, TypeError) as error:
-        dense = None
-        _logger.info("FA4 chooses tiles in another way than 4.0.0b36: %s", error)
-    if dense != DENSE_TILE:
-        _logger.info("the backward at head dim 256 runs on FA4's tiles for block lists; its dense ones are %s", dense)
-        return SPARSE_TILE
-    _install(interface)
-    return DENSE_TILE
+        _install(interface)
+        found = getattr(interface, _FUNCTION)(*_DIMS, False, False, sparse_block_size_q=DenseTile(DENSE_TILE[0]))
+        if (found.m_block_size, found.n_block_size) == DENSE_TILE:
+            return DENSE_TILE
+        reason = f"its dense tile is {found.m_block_size} x {found.n_block_size}"
+    except Exception as error:  # of a function that is not ours
+        reason = f"its choice of tiles is another function: {error!r}"
+    if choose is not None:
+        setattr(interface, _FUNCTION, choose)
+    _logger.info("the backward at head dim 256 runs on the tiles that FA4 keeps for block lists: %s", reason)
+    return SPARSE_TILE
 
 
 def marked(block_size: tuple[int, int]) -> tuple[int, int]:
