@@ -33,6 +33,7 @@ from harts_hf import PlannerConfig, RolloutTree, Schedule, patch, unpatch
 from harts_hf.modeling import handed_sizes, with_handed_bytes
 from harts_hf.modeling.widening import float64_everywhere
 from harts_hf.planner import CostModel
+from harts_hf.planner.cost import nonnegative_fit
 from harts_hf.runtime import Coefficients, TreeWindow, WindowRun
 
 RESULTS = Path(__file__).parent / "results" / "window_memory.json"
@@ -161,16 +162,7 @@ def features(schedule: Schedule) -> np.ndarray:
 
 def fit(measured: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
     """Bytes per unit of each feature, none negative, by the smallest sum of squared relative errors over all ops."""
-    table = np.concatenate([counts / peaks[:, None] for counts, peaks in measured])
-    scale = np.abs(table).max(axis=0)
-    scale[scale == 0] = 1
-    kept = np.ones(len(FEATURES), bool)
-    while True:  # features that would be negative are left out, the worst first
-        solution = np.zeros(len(FEATURES))
-        solution[kept] = np.linalg.lstsq((table / scale)[:, kept], np.ones(len(table)), rcond=None)[0]
-        if solution.min() >= 0:
-            return solution / scale
-        kept[solution.argmin()] = False
+    return nonnegative_fit(np.concatenate([counts / peaks[:, None] for counts, peaks in measured]))
 
 
 def study(family: str) -> dict[str, Any]:

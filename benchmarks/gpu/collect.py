@@ -14,14 +14,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from measure import errors_of, within_limits
 
-POOLED_LIMIT, SINGLE_LIMIT = 1.1, 4.0
 BARS = {"linear": 0.92, "attention 128": 0.95, "attention 192/128": 0.95, "attention 256": 0.89}
-
-
-def attention_passes(entry: dict) -> bool:
-    errors = [error for part in entry.values() for error in part["errors"].values()]
-    return bool(errors) and all(e["ratio"] <= POOLED_LIMIT and e["worst_single"] <= SINGLE_LIMIT for e in errors)
 
 
 def collect(parity: dict, parts: list[dict]) -> dict:
@@ -52,7 +47,7 @@ def check(result: dict) -> None:
     if any(row["op"] != "attention" for row in rows) and not parity["linear"]["passes"]:
         raise SystemExit("the parity check of linear attention failed: nothing is reported")
     for name in sorted({row["head_dim"] for row in rows if row["op"] == "attention"}):
-        if not attention_passes(parity["attention"][name]):
+        if not within_limits(errors_of(parity["attention"][name])):
             raise SystemExit(f"the parity check of attention at head dim {name} failed: nothing is reported")
 
 

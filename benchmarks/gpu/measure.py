@@ -3,9 +3,30 @@
 import importlib.metadata
 import os
 import statistics
+import sys
+import traceback
 from collections.abc import Callable
 
 import torch
+
+POOLED_LIMIT, SINGLE_LIMIT = 1.1, 4.0
+
+
+def within_limits(errors: list[dict]) -> bool:
+    """Whether there are errors, and each is within the limits of its ratio to the baseline's, pooled and singly."""
+    return bool(errors) and all(e["ratio"] <= POOLED_LIMIT and e["worst_single"] <= SINGLE_LIMIT for e in errors)
+
+
+def errors_of(entries: dict) -> list[dict]:
+    """The errors of all tensors of all entries of a parity check."""
+    return [error for entry in entries.values() for error in entry["errors"].values()]
+
+
+def failure() -> str:
+    """The exception that is being handled, for a result file; its stack, with a machine's paths, goes to the log."""
+    traceback.print_exc(file=sys.stdout)
+    sys.stdout.flush()
+    return "".join(traceback.format_exception_only(sys.exc_info()[1])).strip()[-1000:]
 
 
 def median_ms(run: Callable[[], object], repeats: int = 7, warmups: int = 2) -> float:

@@ -10,13 +10,13 @@ are pooled as root mean squares over seeds; ``ratio`` is ours over the baseline'
 
 import json
 import sys
-import traceback
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import torch
 from layers import LinearLayer, Mixer, expanded_mixer, make_layer, tree_mixer
+from measure import failure, within_limits
 from oracle import oracle_mixer, recurrent_rule
 from parity_states import STATE_LIMITS, states
 from trees import Forest, join
@@ -28,7 +28,6 @@ SEEDS = 5
 PREFIXES = (1, 3, 63, 64, 65, 129)
 DECAYS = (0.05, 1.0, 20.0)
 NAMES = ("output", "q", "k", "v", "g", "beta")
-POOLED_LIMIT, SINGLE_LIMIT = 1.1, 4.0
 
 
 def forked_forest() -> Forest:
@@ -317,8 +316,7 @@ def passes(found: dict) -> bool:
     fine = True
     for group in ("rules", "layers"):
         for entry in found.get(group, {}).values():
-            for error in entry["errors"].values():
-                fine &= error["ratio"] <= POOLED_LIMIT and error["worst_single"] <= SINGLE_LIMIT
+            fine &= within_limits(list(entry["errors"].values()))
             fine &= entry.get("two_runs_bitwise_equal", True) and entry.get("first_token_gate_gradient", 0.0) == 0.0
     fine &= all(found.get("alone", {"missing": False}).values())
     fine &= all(found.get("sizes", {"missing": False}).values())
@@ -344,8 +342,7 @@ def main() -> None:
         try:
             found |= SECTIONS[arguments[0]]()
         except Exception:
-            found["failures"][arguments[0]] = traceback.format_exc()
-            print(found["failures"][arguments[0]], flush=True)
+            found["failures"][arguments[0]] = failure()
     else:
         for part in map(json.loads, map(Path.read_text, map(Path, arguments))):
             for key, value in part.items():

@@ -8,13 +8,12 @@ over the ratio of rows, divided by the tree's time. Refuses to run where the par
 
 import argparse
 import json
-import traceback
 from pathlib import Path
 
 import numpy as np
 import torch
 from layers import LinearLayer, Mixer, expanded_mixer, make_layer, pin_norm, tree_mixer
-from measure import kernels, machine, median_ms, peak_bytes
+from measure import failure, kernels, machine, median_ms, peak_bytes
 from trees import Forest, fork_layout, layouts, shape_forest
 
 from harts_hf.kernels.linear_attention.fla_tables import packed_chains
@@ -178,8 +177,7 @@ def main() -> None:
             try:
                 result["rows"] += measure(layer, kind, name, forest)
             except Exception:
-                result["failures"][f"{kind} {name}"] = traceback.format_exc()
-                print(kind, name, result["failures"][f"{kind} {name}"][-1500:], flush=True)
+                result["failures"][f"{kind} {name}"] = failure()
             torch.cuda.empty_cache()
             out.write_text(json.dumps(result, indent=1))
         result["launches"][kind] = launches(layer)

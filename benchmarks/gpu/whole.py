@@ -158,6 +158,8 @@ def main() -> None:
 
     def save() -> None:
         text = json.dumps(merge(arguments.folder, list(CONFIGS), killed), indent=1)
+        for folder in (arguments.folder, arguments.shapes):  # of this machine, in what the commands say they read
+            text = text.replace(f"{folder}/", "")
         arguments.out.write_text(text + "\n")
 
     end = begin + arguments.budget

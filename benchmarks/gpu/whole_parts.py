@@ -7,11 +7,11 @@ import os
 import signal
 import statistics
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
+from measure import failure, machine
 from whole import PARTS, parts_of
 from whole_models import build_model, bush, draw_tokens, shape_window, spine
 
@@ -41,8 +41,6 @@ class Stage:
     def about(self) -> dict[str, Any]:
         if self.dry:
             return {"device": "cpu (dry run)", "commit": os.environ.get("HARTS_COMMIT", "unknown"), "seed": SEED}
-        from measure import machine
-
         return {**machine(), "seed": SEED}
 
     def config_folder(self) -> Path:
@@ -149,8 +147,12 @@ class Stage:
 
     def _update(self, model: Any, trajectories: list, sharing: str) -> dict[str, Any]:
         # Without microbatches that depend on others, nested runs forward and backward of one after the other.
-        limits = {"max_graph_tokens": MICROBATCH}
-        config = PlannerConfig(max_tokens_per_microbatch=MICROBATCH, sharing=sharing, execution="nested", **limits)
+        config = PlannerConfig(
+            max_tokens_per_microbatch=MICROBATCH,
+            max_graph_tokens=MICROBATCH,
+            sharing=sharing,
+            execution="nested",
+        )
         begin = time.perf_counter()
         window = TreeWindow(trajectories, config).to(self.device)
         planning = time.perf_counter() - begin
@@ -193,19 +195,13 @@ class Stage:
 
     def memory(self) -> dict[str, Any]:
         """Peaks of windows against the planner's counts times bytes fitted on others."""
-        from window_peaks import BUDGETS, TREE_TOKENS, planner, predict, units
+        from window_peaks import BUDGETS, planner, predict, trees, units
 
         model = patch(build_model(self.family, self.dry, SEED))
         vocab = model.get_input_embeddings().num_embeddings
         budgets = {budget: budget // 32 if self.dry else budget for budget in BUDGETS}
-        trees = (
-            {"spine": spine(2600), "bush": bush(6200)}
-            if self.dry
-            else {"spine": spine(TREE_TOKENS), "bush": bush(TREE_TOKENS)}
-        )
         measured = {}
-        for name, tree in trees.items():
-            trajectories = draw_tokens(tree, vocab)
+        for name, trajectories in trees(vocab).items():
             if self.dry:
                 trajectories = [row[:700] for row in trajectories[:2]]
             for execution in ("replay", "nested"):
@@ -280,8 +276,7 @@ def main() -> None:
         try:
             entry = getattr(stage, part)()
         except BaseException:
-            entry = {"failure": traceback.format_exc()[-4000:]}
-            print(entry["failure"], flush=True)
+            entry = {"failure": failure()}
         text = json.dumps({**stage.about(), **entry, "part_seconds": time.monotonic() - begin}, indent=1)
         temporary = arguments.folder / f"{arguments.family}-{part}.tmp"
         temporary.write_text(text + "\n")

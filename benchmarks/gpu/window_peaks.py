@@ -11,13 +11,20 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from whole_models import VOCAB, bush, draw_tokens, spine
 
 from harts_hf import PlannerConfig, Schedule
+from harts_hf.planner.cost import nonnegative_fit
 from harts_hf.runtime import TreeWindow
 
 UNITS = ("graph_rows", "backward_rows", "handed_bytes", "backward")
 BUDGETS = (2048, 4096, 8192)  # the one in the middle is predicted
 TREE_TOKENS = 26000
+
+
+def trees(vocab: int) -> dict[str, list[np.ndarray]]:
+    """Trajectories of the trees that are measured."""
+    return {name: draw_tokens(make(TREE_TOKENS), vocab) for name, make in (("spine", spine), ("bush", bush))}
 
 
 def planner(execution: str, budget: int) -> PlannerConfig:
@@ -39,24 +46,11 @@ def fit(windows: list[np.ndarray], peaks: list[float]) -> tuple[np.ndarray, bool
     largest = [int(window[:, :2].sum(axis=1).argmax()) for window in windows]
     for _ in range(100):
         table = np.stack([w[op] / peak for w, op, peak in zip(windows, largest, peaks, strict=True)])
-        found = _non_negative(table)
+        found = nonnegative_fit(table)
         before, largest = largest, [int((window @ found).argmax()) for window in windows]
         if largest == before:
             return found, True
     return found, False
-
-
-def _non_negative(table: np.ndarray) -> np.ndarray:
-    """Least squares of ``table @ x`` to 1; units that would be negative are left out, the worst first."""
-    scale = np.abs(table).max(axis=0)
-    scale[scale == 0] = 1
-    kept = np.ones(table.shape[1], bool)
-    while True:
-        found = np.zeros(table.shape[1])
-        found[kept] = np.linalg.lstsq((table / scale)[:, kept], np.ones(len(table)), rcond=None)[0]
-        if found.min() >= 0:
-            return found / scale
-        kept[found.argmin()] = False
 
 
 def predict(measured: dict[tuple[str, str, int], tuple[np.ndarray, float]]) -> dict:
@@ -84,18 +78,16 @@ def predict(measured: dict[tuple[str, str, int], tuple[np.ndarray, float]]) -> d
 
 
 def main() -> None:
-    from whole_models import VOCAB, bush, draw_tokens, spine
-
     path = Path(sys.argv[1])
     result = json.loads(path.read_text())
-    trees = {name: draw_tokens(make(TREE_TOKENS), VOCAB) for name, make in (("spine", spine), ("bush", bush))}
+    trajectories = trees(VOCAB)
     counts: dict[tuple[str, str, int], np.ndarray] = {}
     for row in (row for row in result["rows"] if row["op"] == "memory"):
         measured = {}
         for window in row["windows"]:
             key = window["tree"], window["execution"], window["budget"]
             if key not in counts:
-                counts[key] = units(TreeWindow(trees[key[0]], planner(*key[1:])).schedule)
+                counts[key] = units(TreeWindow(trajectories[key[0]], planner(*key[1:])).schedule)
             measured[key] = counts[key], float(window["peak_bytes"])
         row.update(predict(measured))
         print(row["family"], row["bytes_per_unit"], row["worst_error_of_predicted_windows"])

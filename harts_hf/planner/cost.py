@@ -169,11 +169,19 @@ def fit_coefficients(works: Sequence[Work], seconds: Sequence[float]) -> Coeffic
     if not all(0 < value < float("inf") for value in seconds):
         raise ValueError("expected times above 0")
     table = np.array([[getattr(work, name) for name in FEATURES] for work in works], np.float64)
-    table /= np.asarray(seconds, np.float64)[:, None]
+    solution = nonnegative_fit(table / np.asarray(seconds, np.float64)[:, None])
+    return Coefficients(**dict(zip(FEATURES, solution.tolist(), strict=True)))
+
+
+def nonnegative_fit(table: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares of ``table @ x`` to 1, no entry of ``x`` below 0, with columns brought to one scale.
+
+    Args:
+        table: ``[rows, units]``; of relative errors, each row is divided by what was measured.
+    """
     scale = np.abs(table).max(axis=0)
     scale[scale == 0] = 1.0
-    solution = _nonnegative_least_squares(table / scale, np.ones(len(works))) / scale
-    return Coefficients(**dict(zip(FEATURES, solution.tolist(), strict=True)))
+    return _nonnegative_least_squares(table / scale, np.ones(len(table))) / scale
 
 
 def _nonnegative_least_squares(table: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
