@@ -31,10 +31,10 @@ from benchmarks.window_limits import limits_to_try, real_windows
 from benchmarks.window_workloads import MODELS, SEED, Case, build_model, trees
 from harts_hf import PlannerConfig, RolloutTree, Schedule, patch, unpatch
 from harts_hf.modeling import handed_sizes, with_handed_bytes
-from harts_hf.modeling.widening import float64_everywhere
 from harts_hf.planner import CostModel
 from harts_hf.planner.cost import nonnegative_fit
 from harts_hf.runtime import Coefficients, TreeWindow, WindowRun
+from harts_hf.verify.widening import float64_everywhere
 
 RESULTS = Path(__file__).parent / "results" / "window_memory.json"
 BAR = 0.10

@@ -10,7 +10,7 @@ import pytest
 import harts_hf
 
 PACKAGE = Path(harts_hf.__file__).parent
-# cli -> trainers -> rollouts, runtime -> modeling -> kernels -> batch -> planner -> tree; errors are everybody's.
+# cli -> trainers, verify -> rollouts, runtime -> modeling -> kernels -> batch -> planner -> tree; errors are for all.
 RANK = {
     "errors": 0,
     "tree": 1,
@@ -21,6 +21,7 @@ RANK = {
     "runtime": 6,
     "rollouts": 6,
     "trainers": 7,
+    "verify": 7,
     "cli": 8,
 }
 NUMPY_ONLY = {"errors", "tree", "planner"}
@@ -47,7 +48,7 @@ def imported_modules(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_one_way(path: Path) -> None:
-    """A part imports parts below it only; rollouts and runtime stand side by side."""
+    """A part imports parts below it only; rollouts and runtime stand side by side, trainers and verify too."""
     own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     for module in imported_modules(path):
         other = part_of(module)

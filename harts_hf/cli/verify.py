@@ -62,8 +62,8 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
 
     from harts_hf.planner import PlannerConfig
     from harts_hf.rollouts.files import read_rollouts
-    from harts_hf.runtime.verdict_report import format_verdict
-    from harts_hf.runtime.verification import verify
+    from harts_hf.verify.report import format_verdict
+    from harts_hf.verify.verification import verify
 
     if options.draws < 1:
         raise ValueError(f"expected at least one draw, got {options.draws}")
@@ -105,7 +105,7 @@ def _tokenizer(options: argparse.Namespace) -> Any:
 
 def _samples(groups: Any, model: Any, options: argparse.Namespace) -> list[Any]:
     from harts_hf.modeling import vocab_size_of
-    from harts_hf.runtime.sampling import sample_trajectories
+    from harts_hf.verify.sampling import sample_trajectories
 
     trees = [group.tree for group in groups]
     vocab_size = vocab_size_of(model)
@@ -129,8 +129,8 @@ def _about(model: Any, options: argparse.Namespace) -> dict[str, str]:
 
 def _about_samples(samples: Sequence[Any], planner: Any) -> dict[str, str]:
     from harts_hf.planner import plan_window
-    from harts_hf.runtime.verification import planner_of_parts
     from harts_hf.tree import RolloutTree
+    from harts_hf.verify.verification import planner_of_parts
 
     trees = [RolloutTree.from_trajectories(sample.trajectories) for sample in samples]
     expanded, unique = (sum(getattr(t, key) for t in trees) for key in ("num_expanded_tokens", "num_tokens"))

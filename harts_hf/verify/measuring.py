@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from harts_hf.modeling import patch, unpatch
-from harts_hf.modeling.widening import float64_everywhere
 from harts_hf.planner import PlannerConfig
 from harts_hf.runtime.functional import tree_logprobs
 from harts_hf.tree import IntArray
+from harts_hf.verify.widening import float64_everywhere
 
 Gradients = dict[str, torch.Tensor]
 # Bytes a parameter that the oracle holds: itself, a gradient and a sum of gradients, in float64.

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from harts_hf.modeling import patch, unpatch
-from harts_hf.modeling.kinds import parameter_kinds
 from harts_hf.planner import PlannerConfig
-from harts_hf.runtime.measuring import Measured, build_oracle, measure_expanded, measure_oracle, measure_tree
-from harts_hf.runtime.verdict import AGAIN, BATCHED, EXPANDED, ORACLE, PARTS, TREE, SquaredErrors, Verdict, judge
 from harts_hf.tree import IntArray, RolloutTree
+from harts_hf.verify.kinds import parameter_kinds
+from harts_hf.verify.measuring import Measured, build_oracle, measure_expanded, measure_oracle, measure_tree
+from harts_hf.verify.verdict import AGAIN, BATCHED, EXPANDED, ORACLE, PARTS, TREE, SquaredErrors, Verdict, judge
 
 # Trees of a training are larger than a draw: in so many parts, its microbatches hand over states as theirs do.
 NUM_PARTS = 3

@@ -64,7 +64,7 @@ class KindErrors:
     """Gradient errors of a kind of parameter, relative to the reference's RMS, pooled over layers and draws.
 
     Attributes:
-        kind: see :func:`harts_hf.modeling.kinds.parameter_kinds`.
+        kind: see :func:`harts_hf.verify.kinds.parameter_kinds`.
         num_tensors: parameters of the kind.
         way: the one of the judged ways that is nearer to its limit; the ratios below are its.
         errors: by way of computing.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from harts_hf.runtime.verdict import AGAIN, BATCHED, EXPANDED, JUDGED, ORACLE, POOLED_FACTOR, SINGLE_FACTOR, Verdict
+from harts_hf.verify.verdict import AGAIN, BATCHED, EXPANDED, JUDGED, ORACLE, POOLED_FACTOR, SINGLE_FACTOR, Verdict
 
 
 def format_verdict(verdict: Verdict) -> str:
