@@ -30,10 +30,10 @@ from benchmarks.machine import describe_machine
 from benchmarks.window_limits import limits_to_try, real_windows
 from benchmarks.window_workloads import MODELS, SEED, Case, build_model, trees
 from harts_hf import PlannerConfig, RolloutTree, Schedule, patch, unpatch
-from harts_hf.modeling import handed_sizes, with_handed_bytes
+from harts_hf.modeling import LABEL_VALUES, handed_sizes, with_handed_bytes
 from harts_hf.planner import CostModel
 from harts_hf.planner.cost import nonnegative_fit
-from harts_hf.runtime import Coefficients, TreeWindow, WindowRun
+from harts_hf.runtime import TreeValues, TreeWindow, WindowRun
 from harts_hf.verify.widening import float64_everywhere
 
 RESULTS = Path(__file__).parent / "results" / "window_memory.json"
@@ -85,9 +85,9 @@ def check_parity(family: str) -> None:
             window = TreeWindow(rows, Case(tree="bush", execution=execution, budget=128).planner)
             model.zero_grad()
             run = WindowRun(patch(model), window)
-            log_probs = run.score().log_probs
+            log_probs = run.score().rows["log_prob"]
             counts = torch.from_numpy(window.tree.occurrence_counts.copy()).double()
-            run.backward(Coefficients(log_probs=counts), torch.Tensor.backward)
+            run.backward(TreeValues(rows={"log_prob": counts}), torch.Tensor.backward)
             for index, values in enumerate(expected):
                 if (log_probs[window.label_rows(index)] - values).abs().max() > 1e-10:
                     raise SystemExit(f"no report: log-probs of {family}, {execution}, differ from the stock model's")
@@ -126,7 +126,7 @@ def planner_of(model: nn.Module, case: Case) -> PlannerConfig:
 def train(model: nn.Module, window: TreeWindow, live: LiveBytes, peaks: list[int]) -> None:
     """Runs the schedule and appends each op's peak."""
     num_tokens = window.tree.num_tokens
-    coefficients = Coefficients(log_probs=torch.ones(num_tokens))
+    coefficients = TreeValues(rows={"log_prob": torch.ones(num_tokens)})
     is_nested = window.schedule.execution == "nested"
     run = WindowRun(model, window, mode="unscored" if is_nested else "train")
     run_forward = run._forward
@@ -139,7 +139,8 @@ def train(model: nn.Module, window: TreeWindow, live: LiveBytes, peaks: list[int
 
     run._forward = forward  # type: ignore[method-assign, assignment]
     if is_nested:
-        run.backward_unscored(coefficients, backward, torch.ones(num_tokens, dtype=torch.bool))
+        wanted = dict.fromkeys(LABEL_VALUES, torch.ones(num_tokens, dtype=torch.bool))
+        run.backward_unscored(coefficients, wanted, backward)
     else:
         run.score()
         run.backward(coefficients, backward)

@@ -2,7 +2,15 @@
 
 from harts_hf.batch.handoff import KINDS, Imports, Kind
 from harts_hf.batch.microbatch import TreeBatch, build_batches
-from harts_hf.batch.tables import AttentionIntervals, ConvTable, GatherIndex, LabelTable, LinearTables, Tables
+from harts_hf.batch.tables import (
+    AttentionIntervals,
+    ConvTable,
+    GatherIndex,
+    LabelTable,
+    LinearTables,
+    RowTable,
+    Tables,
+)
 
 __all__ = [
     "KINDS",
@@ -13,6 +21,7 @@ __all__ = [
     "Kind",
     "LabelTable",
     "LinearTables",
+    "RowTable",
     "Tables",
     "TreeBatch",
     "build_batches",

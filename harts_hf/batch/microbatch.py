@@ -1,6 +1,6 @@
 """A planned microbatch as tensors."""
 
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from harts_hf.batch.tables import (
     GatherIndex,
     LabelTable,
     LinearTables,
+    RowTable,
     Tables,
     as_tensor,
 )
@@ -20,27 +21,40 @@ from harts_hf.planner.schedule import Microbatch, Schedule
 from harts_hf.tree import IntArray, RolloutTree
 
 
-class TreeBatch:
-    """One microbatch for one model forward: ``model(harts=batch, harts_score=...)`` of a patched model.
-
-    A plain object on purpose: FSDP casts and copies tensors that it finds in dicts and dataclasses.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TreeBatch(Tables):
+    """One microbatch as tensors, immutable: what a run does with it is said by :class:`harts_hf.modeling.TreePass`.
 
     Attributes:
         id: of the microbatch.
         input_ids: ``[1, N]`` int64.
         position_ids: ``[1, N]`` int64, depth in the tree.
         occurrence_counts: ``[1, N]`` int64, trajectories through each row; 0 where another microbatch owns the row.
-        labels: what is scored here.
+        labels: what log-probs and entropies are computed of here.
+        owned: what values of rows themselves (a critic's) are computed of here.
         attention: intervals for full attention.
         linear: tables for linear attention.
         imports: by kind, where rows and states handed over by trunks come from.
         exports: by kind, own rows (``states``: chunk nodes) that dependents read, int64.
-        handoff: the store of a running window; None where nothing is handed over.
-        deterministic: whether GPU attention has to be bitwise reproducible; set by a running window.
     """
 
-    def __init__(
-        self,
+    id: int
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    occurrence_counts: torch.Tensor
+    labels: LabelTable
+    owned: RowTable
+    attention: AttentionIntervals
+    linear: LinearTables
+    imports: dict[Kind, Imports]
+    exports: dict[Kind, torch.Tensor]
+    _conv_source: IntArray
+    _num_handed_conv: int
+    _conv: dict[int, ConvTable] = field(default_factory=dict)  # tables made so far, by width
+
+    @classmethod
+    def build(
+        cls,
         tree: RolloutTree,
         microbatch: Microbatch,
         *,
@@ -48,31 +62,43 @@ class TreeBatch:
         need: dict[Kind, IntArray] | None = None,
         imported: dict[Kind, Imports] | None = None,
         exported: dict[Kind, IntArray] | None = None,
-    ) -> None:
+    ) -> "TreeBatch":
+        """A microbatch of a tree, on the CPU.
+
+        Args:
+            tree: that the microbatch's rows refer to.
+            microbatch: planned.
+            chunk_size: C.
+            need: rows that it reads without computing them, by kind; found if None.
+            imported: where it finds them; it reads nothing if None.
+            exported: rows of the tree that others read of it; none if None.
+        """
         rows = microbatch.rows
         need = demands(tree, microbatch, chunk_size) if need is None else need
-        self.id = microbatch.id
-        self.input_ids = as_tensor(tree.token_ids[rows])[None]
-        self.position_ids = as_tensor(tree.depth[rows])[None]
-        self.occurrence_counts = as_tensor(np.where(microbatch.owned, tree.occurrence_counts[rows], 0))[None]
         keys = np.concatenate([need["keys"], rows])
-        self.attention = AttentionIntervals(
-            lo=as_tensor(np.searchsorted(rows, keys)).int(),
-            hi=as_tensor(np.searchsorted(rows, tree.subtree_end[keys])).int(),
+        linear, node_of_row = _linear_tables(tree, rows, need, chunk_size)
+        owned = np.flatnonzero(microbatch.owned)
+        return cls(
+            id=microbatch.id,
+            input_ids=as_tensor(tree.token_ids[rows])[None],
+            position_ids=as_tensor(tree.depth[rows])[None],
+            occurrence_counts=as_tensor(np.where(microbatch.owned, tree.occurrence_counts[rows], 0))[None],
+            labels=_labels(tree, microbatch),
+            owned=RowTable(rows=as_tensor(owned), tree_rows=as_tensor(rows[owned])),
+            attention=AttentionIntervals(
+                lo=as_tensor(np.searchsorted(rows, keys)).int(),
+                hi=as_tensor(np.searchsorted(rows, tree.subtree_end[keys])).int(),
+            ),
+            linear=linear,
+            imports=imported or {},
+            exports={
+                kind: as_tensor(node_of_row[wanted] if kind == "states" else np.searchsorted(rows, wanted))
+                for kind, wanted in (exported or {}).items()
+                if len(wanted)
+            },
+            _conv_source=_ancestor_table(tree, rows, need["conv"]),
+            _num_handed_conv=len(need["conv"]),
         )
-        self.linear, node_of_row = _linear_tables(tree, rows, need, chunk_size)
-        self.labels = _labels(tree, microbatch)
-        self._conv_source = _ancestor_table(tree, rows, need["conv"])
-        self._num_handed_conv = len(need["conv"])
-        self._conv: dict[int, ConvTable] = {}
-        self.imports: dict[Kind, Imports] = imported or {}
-        self.exports: dict[Kind, torch.Tensor] = {
-            kind: as_tensor(node_of_row[wanted] if kind == "states" else np.searchsorted(rows, wanted))
-            for kind, wanted in (exported or {}).items()
-            if len(wanted)
-        }
-        self.handoff: Any = None
-        self.deterministic = False
 
     @property
     def num_rows(self) -> int:
@@ -98,16 +124,6 @@ class TreeBatch:
             self._conv[width] = ConvTable(gather=GatherIndex.build(index, num_rows), width=width).to(self.device)
         return self._conv[width]
 
-    def to(self, device: torch.device | str) -> "TreeBatch":
-        """Moves every tensor to ``device``, in place."""
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor | Tables):
-                setattr(self, name, value.to(device))
-        self._conv = {width: table.to(device) for width, table in self._conv.items()}
-        self.imports = {kind: table.to(device) for kind, table in self.imports.items()}
-        self.exports = {kind: index.to(device) for kind, index in self.exports.items()}
-        return self
-
 
 def build_batches(schedule: Schedule) -> list[TreeBatch]:
     """The microbatches of a schedule as tensors on the CPU, in order, with what they hand to one another.
@@ -119,7 +135,7 @@ def build_batches(schedule: Schedule) -> list[TreeBatch]:
     needed = [demands(tree, microbatch, chunk_size) for microbatch in microbatches]
     exported = exports(needed, microbatches)
     return [
-        TreeBatch(
+        TreeBatch.build(
             tree,
             microbatch,
             chunk_size=chunk_size,

@@ -26,6 +26,8 @@ class Tables:
 def _move(value: Any, device: torch.device | str) -> Any:
     if isinstance(value, tuple):
         return tuple(_move(one, device) for one in value)
+    if isinstance(value, dict):
+        return {key: _move(one, device) for key, one in value.items()}
     return value.to(device) if isinstance(value, torch.Tensor | Tables) else value
 
 
@@ -171,18 +173,33 @@ class AttentionIntervals(Tables):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LabelTable(Tables):
-    """The labels that a microbatch scores.
+class RowTable(Tables):
+    """Own rows of a microbatch that something is computed of, and the rows of the tree that it belongs to.
 
     Attributes:
-        rows: ``[P]`` own row that predicts each label, ascending.
-        token_ids: ``[P]`` the label.
-        tree_rows: ``[P]`` row of the tree whose token the label is (its log-prob is ``logp[tree_rows]``).
+        rows: ``[P]`` own rows, ascending.
+        tree_rows: ``[P]`` row of the tree that each of them is.
     """
 
     rows: torch.Tensor
-    token_ids: torch.Tensor
     tree_rows: torch.Tensor
+
+    def select(self, wanted: torch.Tensor) -> Self:
+        """The part where ``wanted`` ``[P]`` (bool) says so."""
+        return type(self)(**{f.name: getattr(self, f.name)[wanted] for f in fields(self)})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LabelTable(RowTable):
+    """The labels that a microbatch scores: tokens directly below its rows.
+
+    Attributes:
+        rows: ``[P]`` own row that predicts each label, ascending.
+        tree_rows: ``[P]`` row of the tree whose token the label is (its log-prob is ``logp[tree_rows]``).
+        token_ids: ``[P]`` the label.
+    """
+
+    token_ids: torch.Tensor
 
 
 def as_tensor(array: Any) -> torch.Tensor:

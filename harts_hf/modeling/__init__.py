@@ -1,14 +1,23 @@
 """Patched Hugging Face models."""
 
 from harts_hf.modeling.families import FAMILIES
-from harts_hf.modeling.patching import is_patched, patch, unpatch, vocab_size_of
-from harts_hf.modeling.scoring import ScoreRequest, TreeOutput
+from harts_hf.modeling.forwards import TreeAnswer
+from harts_hf.modeling.outputs import ENTROPY, LABEL_VALUES, LOG_PROB, RowValue, Sum
+from harts_hf.modeling.patching import add_output, is_patched, patch, unpatch, vocab_size_of
 from harts_hf.modeling.sizes import handed_sizes, with_handed_bytes
+from harts_hf.modeling.tree_pass import TreePass, Wanted
 
 __all__ = [
+    "ENTROPY",
     "FAMILIES",
-    "ScoreRequest",
-    "TreeOutput",
+    "LABEL_VALUES",
+    "LOG_PROB",
+    "RowValue",
+    "Sum",
+    "TreeAnswer",
+    "TreePass",
+    "Wanted",
+    "add_output",
     "handed_sizes",
     "is_patched",
     "patch",

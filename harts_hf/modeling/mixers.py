@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from harts_hf.batch import TreeBatch
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.kernels.attention import tree_attention
 from harts_hf.kernels.conv import tree_causal_conv1d
 from harts_hf.kernels.linear_attention import tree_gated_delta_rule, tree_kimi_delta_rule
+from harts_hf.modeling.boundary import export_rows, export_states, import_rows, imported
 from harts_hf.modeling.families import Family
-from harts_hf.modeling.handoff import export_rows, export_states, import_rows, imported
+from harts_hf.modeling.tree_pass import TreePass
 
 CONV_FUNCTION = "causal_conv1d_fn"
 ATTENTION_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
@@ -28,7 +28,7 @@ _RULES = {"gated_delta": tree_gated_delta_rule, "kimi_delta": tree_kimi_delta_ru
 
 
 class TreeMixer(nn.Module):
-    """Marks a mixer that accepts ``harts=TreeBatch``; never instantiated by itself.
+    """Marks a mixer that accepts ``harts=TreePass``; never instantiated by itself.
 
     Attributes:
         stock: the class that was patched.
@@ -43,7 +43,7 @@ def tree_linear_class(stock: type[nn.Module], family: Family) -> type[nn.Module]
     raw_forward = _raw_forward(stock, {CONV_FUNCTION, family.rule_function})
     rule = _RULES[family.rule]
 
-    def forward(self: nn.Module, *args: Any, harts: TreeBatch | None = None, **kwargs: Any) -> torch.Tensor:
+    def forward(self: nn.Module, *args: Any, harts: TreePass | None = None, **kwargs: Any) -> torch.Tensor:
         if harts is None:
             return stock.forward(self, *args, **kwargs)
         layer: Any = self.layer_idx
@@ -58,10 +58,10 @@ def tree_attention_class(stock: type[nn.Module]) -> type[nn.Module]:
     """A subclass of a full-attention mixer that runs on a tree when it is given a plan."""
     raw_forward = _raw_forward(stock, {ATTENTION_REGISTRY})
 
-    def forward(self: nn.Module, *args: Any, harts: TreeBatch | None = None, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, harts: TreePass | None = None, **kwargs: Any) -> Any:
         if harts is None:
             return stock.forward(self, *args, **kwargs)
-        hands_over = "keys" in harts.imports or "keys" in harts.exports
+        hands_over = "keys" in harts.batch.imports or "keys" in harts.batch.exports
         expanded = hands_over and harts.handoff is not None and harts.handoff.expand_latents
         # Transformers' mixers join earlier keys and values (MLA: latents) to new ones through their cache.
         kwargs["cache"] = _HandedKeys(harts) if hands_over and not expanded else None
@@ -71,7 +71,7 @@ def tree_attention_class(stock: type[nn.Module]) -> type[nn.Module]:
     return _subclass(stock, forward)
 
 
-def _conv_on(batch: TreeBatch, layer: int) -> Callable[..., torch.Tensor]:
+def _conv_on(tree_pass: TreePass, layer: int) -> Callable[..., torch.Tensor]:
     def causal_conv1d_fn(
         hidden_states: torch.Tensor,  # [1, D, N]
         weight: torch.Tensor,
@@ -79,15 +79,17 @@ def _conv_on(batch: TreeBatch, layer: int) -> Callable[..., torch.Tensor]:
         activation: str | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        rows = export_rows(batch, "conv", layer, [hidden_states[0].transpose(0, 1)], [0])
-        (together,) = import_rows(batch, "conv", layer, rows, [0])
-        mixed = tree_causal_conv1d(together, weight, bias, batch.conv(weight.shape[-1]), activation=activation)
+        rows = export_rows(tree_pass, "conv", layer, [hidden_states[0].transpose(0, 1)], [0])
+        (together,) = import_rows(tree_pass, "conv", layer, rows, [0])
+        mixed = tree_causal_conv1d(
+            together, weight, bias, tree_pass.batch.conv(weight.shape[-1]), activation=activation
+        )
         return mixed.transpose(0, 1)[None]
 
     return causal_conv1d_fn
 
 
-def _rule_on(batch: TreeBatch, layer: int, rule: Callable[..., Any]) -> Callable[..., Any]:
+def _rule_on(tree_pass: TreePass, layer: int, rule: Callable[..., Any]) -> Callable[..., Any]:
     def chunk_rule(
         query: torch.Tensor,  # [1, N, H, K]
         key: torch.Tensor,
@@ -98,18 +100,18 @@ def _rule_on(batch: TreeBatch, layer: int, rule: Callable[..., Any]) -> Callable
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         dims = [0] * 5
-        rows = export_rows(batch, "linear", layer, [tensor[0] for tensor in (query, key, value, g, beta)], dims)
-        rows = import_rows(batch, "linear", layer, rows, dims)
-        states = imported(batch, "states", layer, 1)
-        exported = batch.exports.get("states") if batch.handoff is not None else None
+        rows = export_rows(tree_pass, "linear", layer, [tensor[0] for tensor in (query, key, value, g, beta)], dims)
+        rows = import_rows(tree_pass, "linear", layer, rows, dims)
+        states = imported(tree_pass, "states", layer, 1)
+        exported = tree_pass.batch.exports.get("states") if tree_pass.handoff is not None else None
         out = rule(
             *rows,
-            batch.linear,
+            tree_pass.batch.linear,
             initial_states=None if states is None else states[0],
             export_nodes=exported,
             use_qk_l2norm=use_qk_l2norm_in_kernel,
         )
-        return export_states(batch, layer, out.output, None if exported is None else out.states)[None], None
+        return export_states(tree_pass, layer, out.output, None if exported is None else out.states)[None], None
 
     return chunk_rule
 
@@ -117,15 +119,15 @@ def _rule_on(batch: TreeBatch, layer: int, rule: Callable[..., Any]) -> Callable
 class _HandedKeys:
     """Stands in for a cache: hands over a microbatch's keys and values, and puts handed ones before them."""
 
-    def __init__(self, batch: TreeBatch) -> None:
-        self.batch = batch
+    def __init__(self, tree_pass: TreePass) -> None:
+        self.tree_pass = tree_pass
 
     def update(
         self, first: torch.Tensor, second: torch.Tensor, layer_idx: int, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, or an MLA's latents and rotary keys, ``[1, H, N, D]``; returns them with ``E + N`` rows."""
-        rows = export_rows(self.batch, "keys", layer_idx, [first, second], [2, 2])
-        together = import_rows(self.batch, "keys", layer_idx, rows, [2, 2])
+        rows = export_rows(self.tree_pass, "keys", layer_idx, [first, second], [2, 2])
+        together = import_rows(self.tree_pass, "keys", layer_idx, rows, [2, 2])
         return together[0], together[1]
 
 
@@ -133,12 +135,12 @@ class _AttentionOn:
     """Stands in for the attention registry during one call.
 
     Args:
-        batch: the running microbatch.
+        tree_pass: the running forward.
         handed: hands over keys and values as attention reads them; None where a cache has done so before.
     """
 
-    def __init__(self, batch: TreeBatch, handed: _HandedKeys | None) -> None:
-        self.batch, self.handed = batch, handed
+    def __init__(self, tree_pass: TreePass, handed: _HandedKeys | None) -> None:
+        self.tree_pass, self.handed = tree_pass, handed
 
     def get_interface(self, *_: Any) -> Callable[..., Any]:
         """The tree attention, whatever implementation the configuration names."""
@@ -162,7 +164,12 @@ class _AttentionOn:
             dtype = torch.get_autocast_dtype(device)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         out = tree_attention(
-            query, key, value, self.batch.attention, scale=scaling, deterministic=self.batch.deterministic
+            query,
+            key,
+            value,
+            self.tree_pass.batch.attention,
+            scale=scaling,
+            deterministic=self.tree_pass.deterministic,
         )
         return out, None
 

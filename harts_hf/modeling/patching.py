@@ -10,8 +10,9 @@ from torch import nn
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling.checks import check_model, check_versions
 from harts_hf.modeling.families import Family, family_of
+from harts_hf.modeling.forwards import check_head, has_tree_head, head_forward, tree_forward
 from harts_hf.modeling.mixers import TreeMixer, tree_attention_class, tree_linear_class
-from harts_hf.modeling.scoring import check_head, has_tree_head, head_forward, tree_forward
+from harts_hf.modeling.outputs import LABEL_VALUES, RowValue, Sum
 
 
 def patch(model: nn.Module) -> nn.Module:
@@ -41,6 +42,7 @@ def patch(model: nn.Module) -> nn.Module:
         module.__class__ = tree_class
     _install(base.get_output_embeddings(), head_forward)
     _install(base, tree_forward)
+    base._harts_outputs = {}
     return model
 
 
@@ -59,10 +61,32 @@ def unpatch(model: nn.Module) -> nn.Module:
             )
     for module in installed:
         _uninstall(module)
+    del base._harts_outputs
     for module in base.modules():
         if isinstance(module, TreeMixer):
             module.__class__ = type(module).stock  # type: ignore[assignment]
     return model
+
+
+def add_output(model: nn.Module, output: RowValue | Sum) -> None:
+    """Lets a patched model answer for one more name; forgotten by :func:`harts_hf.unpatch`.
+
+    Raises:
+        ValueError: an unpatched model, a name that is taken, or no such module.
+    """
+    base = causal_lm_of(model)
+    if not is_patched(base):
+        raise ValueError("expected a patched model, got an unpatched one: call harts_hf.patch on it")
+    if output.name in LABEL_VALUES or output.name in base._harts_outputs:
+        raise ValueError(f"expected a new name of an output, got {output.name!r}, which the model has")
+    if isinstance(output, RowValue):
+        try:
+            base.get_submodule(output.module)
+        except AttributeError:
+            raise ValueError(
+                f"expected a module {output.module!r} in {type(base).__name__} for the value {output.name!r}, got none"
+            ) from None
+    base._harts_outputs = {**base._harts_outputs, output.name: output}
 
 
 def _install(module: Any, forward: Callable[..., Any]) -> None:

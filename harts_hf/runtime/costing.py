@@ -11,7 +11,8 @@ from torch import nn
 
 from harts_hf.modeling import handed_sizes, patch, vocab_size_of, with_handed_bytes
 from harts_hf.planner import CostModel, PlannerConfig, Work, fit_coefficients
-from harts_hf.runtime.run import Coefficients, WindowRun
+from harts_hf.runtime.run import WindowRun
+from harts_hf.runtime.values import TreeValues
 from harts_hf.runtime.window import TreeWindow
 from harts_hf.tree import IntArray, RolloutTree
 
@@ -156,7 +157,7 @@ class _Runner:
 
         run = WindowRun(timed, window)
         scores = run.score()
-        run.backward(Coefficients(log_probs=torch.ones_like(scores.log_probs)), backward)
+        run.backward(TreeValues(rows={name: torch.ones_like(value) for name, value in scores.rows.items()}), backward)
         return seconds
 
     def _now(self) -> float:
@@ -174,7 +175,7 @@ class _Timed(nn.Module):
         self.last = 0
 
     def forward(self, **inputs: Any) -> Any:
-        self.last = inputs["harts"].id
+        self.last = inputs["harts"].batch.id
         start = self.now()
         out = self.model(**inputs)
         self.seconds["F" if torch.is_grad_enabled() else "S", self.last] = self.now() - start

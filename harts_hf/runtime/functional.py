@@ -1,18 +1,54 @@
 """``tree_logprobs``: log-probs of trajectories as a differentiable function of a model's parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from numpy.typing import ArrayLike
 from torch import nn
-from torch.autograd.function import once_differentiable
 
-from harts_hf.modeling import handed_sizes, is_patched, patch, unpatch, vocab_size_of, with_handed_bytes
+from harts_hf.modeling import (
+    LABEL_VALUES,
+    LOG_PROB,
+    handed_sizes,
+    is_patched,
+    patch,
+    unpatch,
+    vocab_size_of,
+    with_handed_bytes,
+)
 from harts_hf.planner import CostModel, PlannerConfig
-from harts_hf.runtime.run import Coefficients, Context, HeadOptions, WindowRun
+from harts_hf.runtime.run import Context, RunOptions, WindowRun
+from harts_hf.runtime.values import TreeValues
 from harts_hf.runtime.window import TreeWindow
+
+LogProbs = list[torch.Tensor]
+
+
+@overload
+def tree_logprobs(
+    model: nn.Module,
+    trajectories: Sequence[ArrayLike],
+    planner: PlannerConfig | None = None,
+    temperature: float = 1.0,
+    return_entropy: Literal[False] = False,
+    *,
+    deterministic: bool = False,
+) -> LogProbs: ...
+
+
+@overload
+def tree_logprobs(
+    model: nn.Module,
+    trajectories: Sequence[ArrayLike],
+    planner: PlannerConfig | None = None,
+    temperature: float = 1.0,
+    *,
+    return_entropy: Literal[True],
+    deterministic: bool = False,
+) -> tuple[LogProbs, LogProbs]: ...
 
 
 def tree_logprobs(
@@ -23,12 +59,12 @@ def tree_logprobs(
     return_entropy: bool = False,
     *,
     deterministic: bool = False,
-) -> Any:
+) -> LogProbs | tuple[LogProbs, LogProbs]:
     """Log-probs of every trajectory, each shared token computed once.
 
     Differentiable by the model's parameters, once. The forward runs without a graph (unless the plan's execution is
     "keep"), and the backward runs the planned forwards and backwards, so memory stays within the plan's limits. Both
-    run under the autocast region of the call.
+    run under the autocast region of the call. Hooks of parameters see a window's whole gradient, once.
 
     Args:
         model: a causal language model of a supported family, not wrapped for distributed training; it is patched if
@@ -47,7 +83,8 @@ def tree_logprobs(
 
     Raises:
         UnsupportedModelError: a model that is not supported.
-        ValueError: bad trajectories or a bad temperature.
+        ValueError: bad trajectories, a bad temperature, or a planner for several ranks.
+        RuntimeError: in the backward, a second one, or one with ``create_graph=True``.
     """
     was_patched = is_patched(model)
     patch(model)
@@ -61,7 +98,8 @@ def tree_logprobs(
         if not was_patched:
             unpatch(model)
         raise
-    return window_logprobs(model, window, temperature, return_entropy, deterministic=deterministic)
+    found = window_logprobs(model, window, temperature, return_entropy, deterministic=deterministic)
+    return found if return_entropy else found[0]
 
 
 def window_logprobs(
@@ -71,28 +109,45 @@ def window_logprobs(
     return_entropy: bool = False,
     *,
     deterministic: bool = False,
-) -> Any:
-    """:func:`tree_logprobs` on a window that is planned already; the same results and errors."""
+) -> tuple[LogProbs, LogProbs]:
+    """Log-probs, and entropies or none, of a window that is planned already; errors as in :func:`tree_logprobs`."""
     if not temperature > 0:
         raise ValueError(f"expected a temperature above 0, got {temperature}")
     patch(model)
     device = next(model.parameters()).device
-    window.to(device)
+    options = RunOptions(temperature=temperature, context=_autocast_as_now(device.type), deterministic=deterministic)
+    names = LABEL_VALUES if return_entropy else (LOG_PROB,)
+    values = window_values(model, window.to(device), names, options).rows
+    rows = [torch.from_numpy(window.label_rows(i)).to(device) for i in range(window.tree.num_trajectories)]
+    log_probs, entropies = ([values[name][r] for r in rows] if name in values else [] for name in LABEL_VALUES)
+    return log_probs, entropies
+
+
+def window_values(
+    model: nn.Module, window: TreeWindow, names: tuple[str, ...], options: RunOptions | None = None
+) -> TreeValues:
+    """Named values and sums of a window as differentiable functions of a model's parameters, once.
+
+    Args:
+        model: patched, not wrapped for distributed training.
+        window: on the model's device.
+        names: what is asked for; see :mod:`harts_hf.modeling.outputs`.
+        options: how forwards run.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     differentiable = torch.is_grad_enabled() and bool(parameters)
-    run = WindowRun(
-        model,
-        window,
-        HeadOptions(temperature=temperature),
-        context=_autocast_as_now(device.type),
-        deterministic=deterministic,
-        mode="train" if differentiable else "score",
+    run = WindowRun(model, window, options, mode="train" if differentiable else "score")
+    tensors = _ScheduledValues.apply(run, names, *parameters)
+    return _like(run.scores, tensors)
+
+
+def _like(values: TreeValues, tensors: Sequence[torch.Tensor | None]) -> TreeValues:
+    """Tensors by the names of ``values``, rows first; those that are None are left out."""
+    found = {name: tensor for name, tensor in zip(values.names, tensors, strict=True) if tensor is not None}
+    return TreeValues(
+        rows={name: found[name] for name in values.rows if name in found},
+        sums={name: found[name] for name in values.sums if name in found},
     )
-    log_probs, entropy = _ScheduledLogProbs.apply(run, return_entropy, *parameters)
-    rows = [torch.from_numpy(window.label_rows(i)).to(log_probs.device) for i in range(window.tree.num_trajectories)]
-    if entropy is None:
-        return [log_probs[r] for r in rows]
-    return [log_probs[r] for r in rows], [entropy[r] for r in rows]
 
 
 def _autocast_as_now(device_type: str) -> Context:
@@ -101,38 +156,53 @@ def _autocast_as_now(device_type: str) -> Context:
     return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled)
 
 
-class _ScheduledLogProbs(torch.autograd.Function):
+class _ScheduledValues(torch.autograd.Function):
     """Scores in its forward; runs the rest of the schedule in its backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, run: WindowRun, return_entropy: bool, *parameters: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx: Any, run: WindowRun, names: tuple[str, ...], *parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.run = run
         ctx.parameters = parameters
         ctx.set_materialize_grads(False)
-        scores = run.score(return_entropy=return_entropy)
-        return scores.log_probs, scores.entropy
+        scores = run.score(names)
+        return (*scores.rows.values(), *scores.sums.values())
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, log_prob_gradients: torch.Tensor | None, entropy_gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "expected a backward without create_graph: values of a tree are differentiable once, second "
+                "derivatives would be missing"
+            )
         if ctx.run is None:
             raise RuntimeError("backward through tree_logprobs a second time: its schedule runs once")
         run, ctx.run = ctx.run, None
-        if log_prob_gradients is None:
-            assert entropy_gradients is not None
-            log_prob_gradients = torch.zeros_like(entropy_gradients)
         # Sums over microbatches in fp32 or wider, like autograd's own sums within one microbatch's kernels.
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in ctx.parameters]
 
         inputs = (*ctx.parameters, run.handoff.anchor)
 
         def accumulate(scalar: torch.Tensor) -> None:
-            *gradients, _ = torch.autograd.grad(scalar, inputs, allow_unused=True)
-            for total, gradient in zip(sums, gradients, strict=True):
+            *found, _ = torch.autograd.grad(scalar, inputs, allow_unused=True)
+            for total, gradient in zip(sums, found, strict=True):
                 if gradient is not None:
                     total += gradient
 
-        run.backward(Coefficients(log_probs=log_prob_gradients, entropy=entropy_gradients), accumulate)
+        with _without_hooks(ctx.parameters):
+            run.backward(_like(run.scores, gradients), accumulate)
         return None, None, *(t.to(p.dtype) for t, p in zip(sums, ctx.parameters, strict=True))
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[Any]) -> Iterator[None]:
+    """Keeps tensor hooks of parameters from the gradients of microbatches; autograd calls them with the sum, after."""
+    hooked = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
+    try:
+        for parameter, _ in hooked:
+            parameter._backward_hooks = None
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            parameter._backward_hooks = hooks

@@ -1,61 +1,60 @@
 """Runs the schedule of a window: scoring, and forwards and backwards in the planned order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
 
-from harts_hf.batch import LabelTable, TreeBatch
-from harts_hf.modeling import ScoreRequest, TreeOutput
+from harts_hf.batch import LabelTable, RowTable, TreeBatch
+from harts_hf.modeling import ENTROPY, LOG_PROB, TreeAnswer, TreePass, Wanted
 from harts_hf.modeling.handoff import Handoff
 from harts_hf.planner.execution import DUMMY, Op
 from harts_hf.runtime.guard import ModelGuard
 from harts_hf.runtime.lives import count_readers, handoff_lives
+from harts_hf.runtime.ranks import Ranks
+from harts_hf.runtime.values import TreeValues, asked
 from harts_hf.runtime.window import TreeWindow
 
 Context = Callable[[], AbstractContextManager[object]]
+Backward = Callable[[torch.Tensor], None]
+Masks = Mapping[str, torch.Tensor]
+Table = TypeVar("Table", bound=RowTable)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Scores:
-    """Per row of the tree, as the token of the row was predicted by the row before it.
-
-    Attributes:
-        log_probs: ``[N]`` log-probability, float32 or wider; 0 at roots, which nothing predicts.
-        entropy: ``[N]`` entropy of the distribution that the token was drawn from, or None; 0 at roots.
-    """
-
-    log_probs: torch.Tensor
-    entropy: torch.Tensor | None
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Coefficients:
-    """Derivatives of a loss by each row's log-prob and entropy, summed over the trajectories that share the row.
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How forwards run.
 
     Attributes:
-        log_probs: ``[N]``.
-        entropy: ``[N]``, or None where the loss does not depend on entropies.
+        temperature: logits are divided by it.
+        head_in_fp32: whether the head runs in float32 whatever the model's dtype.
+        context: entered around each forward (autocast).
+        offload: whether handed states lie on the CPU between uses.
+        expand_latents: whether an MLA hands over expanded keys and values instead of latents.
+        deterministic: whether attention on a GPU has to be bitwise reproducible (a slower backend).
     """
-
-    log_probs: torch.Tensor
-    entropy: torch.Tensor | None = None
-
-    def needed(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[P]`` bool, where a coefficient of these rows is not zero."""
-        needed = self.log_probs[rows] != 0
-        return needed if self.entropy is None else needed | (self.entropy[rows] != 0)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class HeadOptions:
-    """How labels are scored: see :class:`harts_hf.modeling.ScoreRequest`."""
 
     temperature: float = 1.0
     head_in_fp32: bool = False
+    context: Context = field(default=nullcontext)
+    offload: bool = False
+    expand_latents: bool = False
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Answered:
+    """What a forward answered, and of which labels and rows."""
+
+    answer: TreeAnswer
+    wanted: Wanted
+
+    def tree_rows(self, name: str) -> torch.Tensor:
+        """The rows of the tree that the values of a name belong to."""
+        return (self.wanted.labels if name in (LOG_PROB, ENTROPY) else self.wanted.rows).tree_rows
 
 
 class WindowRun:
@@ -63,16 +62,9 @@ class WindowRun:
 
     Args:
         model: a patched model, wrapped or not; called through its root.
-        scoring_model: what forwards without gradients call; ``model`` if None.
-        window: moved to the model's device.
-        options: temperature and head.
-        context: entered around each forward (autocast).
-        offload: whether handed states lie on the CPU between uses.
-        expand_latents: whether an MLA hands over expanded keys and values instead of latents.
-        deterministic: whether attention on a GPU has to be bitwise reproducible (a slower backend).
-        count: microbatches that every rank runs; dummies of one token and no weight fill up. None for the own ones.
-        sync_context: entered around each forward and its backward where they stand together, with whether they are
-            the last.
+        window: on the model's device.
+        options: how forwards run.
+        ranks: the processes; a collective is run at once if there are several.
         mode: "train" for :meth:`score` and :meth:`backward`; "score" for :meth:`score` alone; "unscored" for
             :meth:`backward_unscored` alone.
     """
@@ -81,35 +73,29 @@ class WindowRun:
         self,
         model: nn.Module,
         window: TreeWindow,
-        options: HeadOptions | None = None,
+        options: RunOptions | None = None,
         *,
-        context: Context = nullcontext,
-        offload: bool = False,
-        expand_latents: bool = False,
-        deterministic: bool = False,
-        scoring_model: nn.Module | None = None,
-        count: int | None = None,
-        sync_context: Callable[[bool], AbstractContextManager[object]] = lambda is_last: nullcontext(),
+        ranks: Ranks | None = None,
         mode: Literal["train", "score", "unscored"] = "train",
     ) -> None:
-        self.model, self.window, self.context = model, window, context
-        self.scoring_model = model if scoring_model is None else scoring_model
-        self.options = options or HeadOptions()
-        self.handoff = Handoff(count_readers(window.batches), offload=offload, expand_latents=expand_latents)
-        self.deterministic = deterministic
+        self.model, self.window = model, window
+        self.options, self.ranks = options or RunOptions(), ranks or Ranks()
+        self.handoff = Handoff(
+            count_readers(window.batches), offload=self.options.offload, expand_latents=self.options.expand_latents
+        )
         self.recompute_difference = 0.0
-        self._sync_context = sync_context
+        own = len(window.batches)
+        count = None if self.ranks.count == 1 else self.ranks.agree(own)[0]
         self._ops, self._num_scoring = _ops_of(window, mode, count)
         self._lives = handoff_lives(self._ops, window.batches)
-        self._outputs: dict[int, tuple[TreeOutput, LabelTable]] = {}
-        self._scores: Scores | None = None
-        self._return_entropy = False
+        self._answers: dict[int, _Answered] = {}
+        self._scores: TreeValues | None = None
         self._mode = mode
         self._begun: set[str] = set()
         self._guard: ModelGuard | None = None
 
-    def score(self, *, return_entropy: bool = False) -> Scores:
-        """Every log-prob (and entropy) of the window.
+    def score(self, names: tuple[str, ...] = (LOG_PROB,)) -> TreeValues:
+        """Every value and sum of these names.
 
         In the "keep" execution this runs every forward with its graph; in the others the ``S`` pass, without.
 
@@ -118,120 +104,123 @@ class WindowRun:
             ModelChangedError: the model was changed since the first forward.
         """
         self._begin("score", ("train", "score"))
-        self._return_entropy = return_entropy
-        scores: Scores | None = None
-        for place in range(self._num_scoring):
-            kind, index = self._ops[place]
-            labels = self._batch(index).labels
-            out = self._forward(place, labels)
-            if index != DUMMY:
-                scores = self._with(scores, out, labels)
+        scores: TreeValues | None = None
+        for position in range(self._num_scoring):
+            kind, index = self._ops[position]
+            batch = self._batch(index)
+            answered = self._forward(position, names, batch.labels, batch.owned)
+            scores = self._with(scores, answered, names)
             if kind == "F":
-                self._outputs[index] = (out, labels)
-        assert scores is not None
+                self._answers[index] = answered
         self._scores = scores
-        return scores
+        return self.scores
 
-    def backward(self, coefficients: Coefficients, backward: Callable[[torch.Tensor], None]) -> None:
+    @property
+    def scores(self) -> TreeValues:
+        """What :meth:`score` answered.
+
+        Raises:
+            RuntimeError: it has not run.
+        """
+        if self._scores is None:
+            raise RuntimeError("expected score() before its values")
+        return self._scores
+
+    def backward(self, coefficients: TreeValues, backward: Backward | None = None) -> None:
         """The rest of the schedule: the exact gradient of the loss that the coefficients are derivatives of.
 
-        The backward of the inner product of log-probs and coefficients is that gradient, by the chain rule. Head rows
-        are computed only where a coefficient is not zero. The largest difference of a log-prob computed again from its
-        score is left in ``recompute_difference``.
+        Head rows, and rows of values, are computed only where a coefficient is not zero. The largest difference of a
+        log-prob computed again from its score is left in ``recompute_difference``.
 
         Args:
-            coefficients: on the model's device.
-            backward: called with each microbatch's scalar.
+            coefficients: derivatives of the loss, on the model's device.
+            backward: called with each microbatch's scalar; the ranks' if None.
 
         Raises:
             RuntimeError: no :meth:`score` before, a second call, or a run whose mode is not "train".
             ModelChangedError: the model was changed since the first forward; see :mod:`harts_hf.runtime.guard`.
         """
         self._begin("backward", ("train",))
-        if coefficients.entropy is not None and not bool((coefficients.entropy != 0).any()):
-            coefficients = Coefficients(log_probs=coefficients.log_probs)
-        self._return_entropy = coefficients.entropy is not None
-        self._train(coefficients, backward, coefficients.needed)
+        if ENTROPY in coefficients.rows:  # which costs more than its products: left out where no rank has any
+            (needed,) = self.ranks.agree(int(bool((coefficients.rows[ENTROPY] != 0).any())))
+            coefficients = coefficients if needed else coefficients.without([ENTROPY])
+        self._train(coefficients, backward, coefficients.names, coefficients.is_nonzero())
 
     def backward_unscored(
-        self, coefficients: Coefficients, backward: Callable[[torch.Tensor], None], wanted: torch.Tensor
-    ) -> Scores:
-        """The schedule without a scoring pass, for coefficients that do not depend on log-probs.
+        self, coefficients: TreeValues, wanted: Masks, backward: Backward | None = None
+    ) -> TreeValues:
+        """The schedule without a scoring pass, for coefficients that do not depend on what is scored.
 
         Args:
-            coefficients: on the model's device; none of entropies.
-            backward: called with each microbatch's scalar.
-            wanted: ``[N]`` bool, rows whose log-probs and entropies are asked for, among them every row with a
-                coefficient.
+            coefficients: derivatives of the loss, on the model's device.
+            wanted: by name, ``[N]`` bool, rows whose values are asked for, among them every row with a coefficient.
+            backward: called with each microbatch's scalar; the ranks' if None.
 
         Returns:
-            Scores of the wanted rows, 0 elsewhere.
+            Values of the wanted rows, 0 elsewhere, and the sums that have coefficients.
 
         Raises:
             RuntimeError: a second call, or a run whose mode is not "unscored".
             ModelChangedError: the model was changed since the first forward; see :mod:`harts_hf.runtime.guard`.
         """
         self._begin("backward", ("unscored",))
-        self._return_entropy = True
-        self._train(coefficients, backward, lambda rows: wanted[rows])
-        assert self._scores is not None
-        return self._scores
+        self._train(coefficients, backward, (*wanted, *coefficients.sums), wanted)
+        return self.scores
 
     def _train(
-        self,
-        coefficients: Coefficients,
-        backward: Callable[[torch.Tensor], None],
-        wanted: Callable[[torch.Tensor], torch.Tensor],
+        self, coefficients: TreeValues, backward: Backward | None, names: tuple[str, ...], wanted: Masks
     ) -> None:
         scored = self._scores is not None
         if self._guard is not None:
             self._guard.check_all()
         together = ExitStack()
-        for place in range(self._num_scoring, len(self._ops)):
-            kind, index = self._ops[place]
-            labels = self._batch(index).labels
+        for position in range(self._num_scoring, len(self._ops)):
+            kind, index = self._ops[position]
+            batch = self._batch(index)
             if kind == "S":  # only for what it hands over
-                self._forward(place, _select(labels, torch.zeros_like(labels.rows, dtype=torch.bool)))
+                self._forward(position, names, _none_of(batch.labels), _none_of(batch.owned))
             elif kind == "F":
-                if self._ops[place + 1] == ("B", index):
-                    together.enter_context(self._sync_context(place + 2 == len(self._ops)))
-                labels = _select(labels, wanted(labels.tree_rows))
-                self._outputs[index] = (self._forward(place, labels), labels)
+                if self._ops[position + 1] == ("B", index):
+                    is_last = position + 2 == len(self._ops)
+                    together.enter_context(self.ranks.around(self.model, is_last))
+                labels = batch.labels.select(asked(wanted, batch.labels.tree_rows, of_labels=True))
+                rows = batch.owned.select(asked(wanted, batch.owned.tree_rows, of_labels=False))
+                answered = self._forward(position, names, labels, rows)
+                self._answers[index] = answered
                 if not scored:
-                    self._scores = self._with(self._scores, self._outputs[index][0], labels)
+                    self._scores = self._with(self._scores, answered, names)
             else:
-                out, labels = self._outputs.pop(index)
-                self._compare(out, labels)
+                answered = self._answers.pop(index)
+                self._compare(answered)
                 self._check_model()
-                self._bind(index)  # activation checkpointing reads what is handed over again
-                backward(_inner_product(out, labels, coefficients))
-                del out  # what is left of its graph
+                (backward or self.ranks.backward)(_inner_product(answered, coefficients))
+                del answered  # what is left of its graph
                 together.close()
-                self._drop(place)
+                self._drop(position)
                 self.handoff.free(index)
 
-    def _forward(self, place: int, labels: LabelTable) -> TreeOutput:
-        kind, index = self._ops[place]
+    def _forward(self, position: int, names: tuple[str, ...], labels: LabelTable, rows: RowTable) -> _Answered:
+        kind, index = self._ops[position]
         self._check_model()
-        self._bind(index)
-        request = ScoreRequest(
-            labels,
-            temperature=self.options.temperature,
-            return_entropy=self._return_entropy,
-            head_in_fp32=self.options.head_in_fp32,
+        batch, options = self._batch(index), self.options
+        wanted = Wanted(names, labels, rows, temperature=options.temperature, head_in_fp32=options.head_in_fp32)
+        tree_pass = TreePass(
+            batch,
+            wanted,
+            handoff=self.handoff if batch.imports or batch.exports else None,
+            deterministic=options.deterministic,
         )
-        self.handoff.keeping = self._lives.keeps[place]
-        batch = self._batch(index)
+        self.handoff.keeping = self._lives.keeps[position]
         # Triton launches on the current GPU, wherever its arguments are (autograd sets it for backwards itself).
         on_device = torch.cuda.device_of(batch.input_ids)
         try:
-            with on_device, torch.set_grad_enabled(kind == "F"), self.context():
-                model = self.model if kind == "F" else self.scoring_model
-                out: TreeOutput = model(harts=batch, harts_score=request)
+            with on_device, torch.set_grad_enabled(kind == "F"), options.context():
+                model = self.model if kind == "F" else self.ranks.scoring_model(self.model)
+                answer: TreeAnswer = model(harts=tree_pass)
         finally:
             self.handoff.keeping = False
-        self._drop(place)
-        return out
+        self._drop(position)
+        return _Answered(answer=answer, wanted=wanted)
 
     def _begin(self, step: str, modes: tuple[str, ...]) -> None:
         if self._mode not in modes:
@@ -251,33 +240,34 @@ class WindowRun:
         else:
             self._guard.check()
 
-    def _bind(self, index: int) -> None:
-        """Lets a microbatch hand over through this run: another run of the window may have come between."""
-        batch = self._batch(index)
-        batch.handoff = self.handoff if batch.imports or batch.exports else None
-        batch.deterministic = self.deterministic
-
     def _batch(self, index: int) -> TreeBatch:
         return self.window.dummy if index == DUMMY else self.window.batches[index]
 
-    def _drop(self, place: int) -> None:
-        for trunk in self._lives.drops[place]:
+    def _drop(self, position: int) -> None:
+        for trunk in self._lives.drops[position]:
             self.handoff.drop_values(trunk)
 
-    def _compare(self, out: TreeOutput, labels: LabelTable) -> None:
-        if self._scores is not None and len(labels.rows):
-            before = self._scores.log_probs[labels.tree_rows]
-            difference = (out.log_probs.detach() - before).abs().max().item()
+    def _compare(self, answered: _Answered) -> None:
+        tree_rows = answered.tree_rows(LOG_PROB)
+        if self._scores is not None and LOG_PROB in self._scores.rows and len(tree_rows):
+            before = self._scores.rows[LOG_PROB][tree_rows]
+            difference = (answered.answer["rows"][LOG_PROB].detach() - before).abs().max().item()
             self.recompute_difference = max(self.recompute_difference, difference)
 
-    def _with(self, scores: Scores | None, out: TreeOutput, labels: LabelTable) -> Scores:
-        """``scores`` with those of some labels filled in."""
+    def _with(self, scores: TreeValues | None, answered: _Answered, names: tuple[str, ...]) -> TreeValues:
+        """``scores`` with what a forward answered filled in (rows) or added (sums)."""
+        rows = {name: value.detach() for name, value in answered.answer["rows"].items() if name in names}
+        sums = {name: value.detach() for name, value in answered.answer["sums"].items()}
         if scores is None:
-            zeros = out.log_probs.new_zeros(self.window.tree.num_tokens)
-            scores = Scores(log_probs=zeros, entropy=zeros.clone() if self._return_entropy else None)
-        scores.log_probs[labels.tree_rows] = out.log_probs.detach()
-        if scores.entropy is not None and out.entropy is not None:
-            scores.entropy[labels.tree_rows] = out.entropy.detach()
+            num_rows = self.window.tree.num_tokens
+            scores = TreeValues(
+                rows={name: value.new_zeros(num_rows) for name, value in rows.items()},
+                sums={name: torch.zeros_like(value) for name, value in sums.items()},
+            )
+        for name, value in rows.items():
+            scores.rows[name][answered.tree_rows(name)] = value
+        for name, value in sums.items():
+            scores.sums[name] += value
         return scores
 
 
@@ -307,13 +297,20 @@ def _ops_of(window: TreeWindow, mode: str, count: int | None) -> tuple[list[Op],
 
 
 @torch.enable_grad()  # a backward of autograd runs without
-def _inner_product(out: TreeOutput, labels: LabelTable, coefficients: Coefficients) -> torch.Tensor:
-    scalar = (out.log_probs * coefficients.log_probs[labels.tree_rows].to(out.log_probs.dtype)).sum()
-    if coefficients.entropy is not None:
-        assert out.entropy is not None
-        scalar = scalar + (out.entropy * coefficients.entropy[labels.tree_rows].to(out.entropy.dtype)).sum()
-    return scalar
+def _inner_product(answered: _Answered, coefficients: TreeValues) -> torch.Tensor:
+    """Connected to every trainable output: one without coefficients takes part by an exact zero, its empty sum."""
+    terms = []
+    for name, value in answered.answer["rows"].items():
+        coefficient = coefficients.rows.get(name)
+        if coefficient is not None:
+            terms.append((value * coefficient[answered.tree_rows(name)].to(value.dtype)).sum())
+        elif name != ENTROPY:  # comes from the same head as log-probs, and its gradient would be paid for
+            terms.append(value[:0].sum())
+    for name, total in coefficients.sums.items():
+        value = answered.answer["sums"][name]
+        terms.append((value * total.to(value.dtype)).sum())
+    return sum(terms[1:], terms[0])
 
 
-def _select(labels: LabelTable, needed: torch.Tensor) -> LabelTable:
-    return LabelTable(rows=labels.rows[needed], token_ids=labels.token_ids[needed], tree_rows=labels.tree_rows[needed])
+def _none_of(table: Table) -> Table:
+    return table.select(torch.zeros_like(table.rows, dtype=torch.bool))

@@ -1,5 +1,6 @@
 """A planned window: the tree of an update, its schedule, and its microbatches as tensors."""
 
+import copy
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
@@ -30,7 +31,7 @@ class TreeWindow:
             trajectory on rows of its own.
 
     Raises:
-        ValueError: no trajectory, an empty one, or token ids outside the vocabulary.
+        ValueError: no trajectory, an empty one, token ids outside the vocabulary, or a plan for several ranks.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class TreeWindow:
                 f"expected token ids below the vocabulary size {vocab_size}, got {token} in trajectory {index}"
             )
         self.rollout_tree = tree
-        self.schedule: Schedule = plan_window(tree, planner or PlannerConfig())
+        planner = planner or PlannerConfig()
+        _check_world_size(planner)
+        self.schedule: Schedule = plan_window(tree, planner)
         self.tree = self.schedule.tree
         self._warn_oversized()
 
@@ -53,8 +56,9 @@ class TreeWindow:
         """A window with a schedule of one's own.
 
         Raises:
-            ValueError: a schedule for another tree.
+            ValueError: a schedule for another tree, or for several ranks.
         """
+        _check_world_size(schedule.config)
         window = cls.__new__(cls)
         window.rollout_tree = RolloutTree.from_trajectories(trajectories)
         window.schedule, window.tree = schedule, schedule.tree
@@ -75,13 +79,14 @@ class TreeWindow:
     def dummy(self) -> TreeBatch:
         """One token that nothing is asked of, for ranks that have to run more ops than they have microbatches."""
         tree = RolloutTree.from_trajectories([self.tree.token_ids[:1]])
-        return TreeBatch(tree, Microbatch(id=DUMMY, rows=[0], owned=[False]))
+        return TreeBatch.build(tree, Microbatch(id=DUMMY, rows=[0], owned=[False]))
 
     def to(self, device: torch.device | str) -> "TreeWindow":
-        """Moves the microbatches to ``device``, in place."""
-        for batch in (*self.batches, self.dummy):
-            batch.to(device)
-        return self
+        """The same window with its microbatches on ``device``."""
+        moved = copy.copy(self)
+        moved.batches = [batch.to(device) for batch in self.batches]
+        moved.dummy = self.dummy.to(device)
+        return moved
 
     def _warn_oversized(self) -> None:
         oversized, microbatches = self.schedule.oversized, self.schedule.microbatches
@@ -99,3 +104,12 @@ class TreeWindow:
     def label_rows(self, index: int) -> np.ndarray:
         """Rows of the tree whose log-probs are those of trajectory ``index``, ``[L - 1]``."""
         return self.tree.path(index)[1:]
+
+
+def _check_world_size(planner: PlannerConfig) -> None:
+    """A plan for several ranks has microbatches that nothing here would run: values and gradients would lack them."""
+    if planner.world_size != 1:
+        raise ValueError(
+            f"expected a plan for one rank (world_size=1), got world_size={planner.world_size}: each process runs a "
+            "plan of its own trajectories"
+        )

@@ -7,7 +7,7 @@ import torch
 
 from harts_hf.rollouts.checks import check_rollouts
 from harts_hf.rollouts.credit import turn_advantages
-from harts_hf.trainers.collator import TreeDataCollator
+from harts_hf.trainers.policy import TreePolicy
 
 
 class TreeAdvantages:
@@ -29,7 +29,7 @@ class TreeAdvantages:
     num_generations: Any
     num_generations_eval: Any
     # What TreeHooks sets.
-    _tree_collator: TreeDataCollator
+    _tree: TreePolicy
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._given_advantages: list[list[float]] | None = None
@@ -41,7 +41,7 @@ class TreeAdvantages:
 
     def _checked_rollouts(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         output = self._user_rollout_func(prompts, trainer)
-        check_rollouts(output, len(prompts), vocab_size=self._tree_collator.vocab_size)
+        check_rollouts(output, len(prompts), vocab_size=self._tree.planner.vocab_size)
         output = dict(output)
         self._given_advantages = output.pop("advantages", None)
         return output

@@ -1,11 +1,6 @@
-"""Several processes: which backends are supported, equal strings of ops, and when gradients are reduced.
+"""Several processes under Accelerate: which backends are supported, agreement, and when gradients are reduced."""
 
-Sharded backends (FSDP2, ZeRO-2, ZeRO-3) run collectives in every forward and backward, so all ranks have to run the
-same string of them; DDP and ZeRO-1 need one synchronised last backward. The "replay" execution has the string
-``S^n (F B)^n``: ranks agree on ``n`` and fill up with dummy microbatches of one token and no weight.
-"""
-
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,6 +9,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from harts_hf.errors import UnsupportedModelError
+from harts_hf.runtime import Ranks
 
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -36,42 +32,55 @@ def check_backend(accelerator: Any, execution: str) -> None:
         )
 
 
-def agreed_count(accelerator: Any, count: int) -> int | None:
-    """The largest count over all ranks, a collective; None with one process, which has nobody to agree with."""
-    if accelerator.num_processes == 1:
-        return None
-    return int(accelerator.gather(torch.tensor([count], device=accelerator.device)).max())
+class AccelerateRanks(Ranks):
+    """The processes of an ``accelerate.Accelerator``; the one place that says where an optimizer step ends."""
 
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+        self.count = accelerator.num_processes
 
-def scoring_model(accelerator: Any, model: nn.Module) -> nn.Module:
-    """The module to score with: DDP's inner one, since its forward may broadcast buffers; else the wrapped one."""
-    return accelerator.unwrap_model(model) if accelerator.distributed_type in DDP else model
+    def agree(self, *numbers: int) -> tuple[int, ...]:
+        """The largest of each number over all ranks; a collective where there are several."""
+        if self.count == 1:
+            return numbers
+        return tuple(int(number) for number in self._gathered(torch.tensor(numbers)).amax(dim=0))
 
+    def totals(self, sums: dict[str, float], largest: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums of some numbers over all ranks, and the largest of others; the same names on every rank."""
+        if self.count == 1:
+            return sums, largest
+        gathered = self._gathered(torch.tensor([*sums.values(), *largest.values()], dtype=torch.float64))
+        total, most = gathered.sum(dim=0).tolist(), gathered.amax(dim=0).tolist()
+        return dict(zip(sums, total, strict=False)), dict(zip(largest, most[len(sums) :], strict=True))
 
-def sync_context(accelerator: Any, model: nn.Module) -> Callable[[bool], AbstractContextManager[None]]:
-    """What to enter around a forward and its backward, by whether they are the last of the step.
+    def _gathered(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.gather(numbers.to(self.accelerator.device)[None])
 
-    DDP reduces in the last one only. FSDP2 reduces in each (keeping unsharded gradients would cost memory). DeepSpeed
-    reduces in each and steps where ``sync_gradients`` is set.
-    """
-    if accelerator.num_processes == 1:
-        return lambda is_last: nullcontext()
+    def scoring_model(self, model: nn.Module) -> nn.Module:
+        """DDP's inner module, since its forward may broadcast buffers; else the wrapped one."""
+        return self.accelerator.unwrap_model(model) if self.accelerator.distributed_type in DDP else model
 
     @contextmanager
-    def around(is_last: bool) -> Any:
-        accelerator.gradient_state._set_sync_gradients(is_last)
-        skip = not is_last and accelerator.distributed_type in DDP
+    def marked(self, is_last: bool) -> Iterator[None]:
+        """Sets ``sync_gradients``, where DeepSpeed steps and TRL's entropy controller acts; set afterwards."""
+        self.accelerator.gradient_state._set_sync_gradients(is_last)
         try:
-            with accelerator.no_sync(model) if skip else nullcontext():
-                yield
+            yield
         finally:
-            accelerator.gradient_state._set_sync_gradients(True)
+            self.accelerator.gradient_state._set_sync_gradients(True)
 
-    return around
+    def around(self, model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
+        """DDP reduces in the last backward of a step only. FSDP2 reduces in each (keeping unsharded gradients would
+        cost memory). DeepSpeed reduces in each and steps where it is marked as the last."""
+        return nullcontext() if self.count == 1 else self._around(model, is_last)
 
+    @contextmanager
+    def _around(self, model: nn.Module, is_last: bool) -> Iterator[None]:
+        skip = not is_last and self.accelerator.distributed_type in DDP
+        with self.marked(is_last), self.accelerator.no_sync(model) if skip else nullcontext():
+            yield
 
-def backward_function(accelerator: Any) -> Callable[[torch.Tensor], None]:
-    """``accelerator.backward``; DeepSpeed's division by its accumulation steps is off, as in Trainer."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return lambda scalar: accelerator.backward(scalar, scale_wrt_gas=False)
-    return accelerator.backward
+    def backward(self, scalar: torch.Tensor) -> None:
+        """``accelerator.backward``; DeepSpeed's division by its accumulation steps is off, as in Trainer."""
+        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        self.accelerator.backward(scalar, **({"scale_wrt_gas": False} if is_deepspeed else {}))

@@ -1,4 +1,4 @@
-"""TRL's padded rows as trajectories of a window, and values per tree row back in TRL's shape."""
+"""TRL's padded rows as the trajectories of a slice."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from harts_hf.runtime import TreeWindow
-from harts_hf.trainers.collator import TreeDataCollator
+from harts_hf.modeling import LABEL_VALUES
 from harts_hf.tree import IntArray
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PaddedRows:
     """One TRL batch of ``B`` rows, left-padded prompts and right-padded completions of ``C`` columns.
+
+    Rows without a token to score (truncated ones that TRL masks) take no part.
 
     Attributes:
         input_ids: ``[B, P + C]``.
@@ -42,6 +43,12 @@ class PaddedRows:
             raise ValueError(f"expected prompts of at least one token, got an empty one in row {empty[0]}")
         return rows
 
+    @classmethod
+    def from_batch(cls, batch: dict[str, Any]) -> "PaddedRows":
+        """From a batch of TRL's; errors as in :meth:`from_tensors`."""
+        masks = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        return cls.from_tensors(token_ids(batch), masks, batch["completion_ids"].shape[1])
+
     @property
     def is_scored(self) -> Any:
         """``[B]`` whether a row has a token to score."""
@@ -51,48 +58,23 @@ class PaddedRows:
         """The real tokens of a row."""
         return self.input_ids[row][self.attention_mask[row] != 0]
 
+    def trajectories(self) -> list[IntArray]:
+        """The real tokens of every row with a token to score."""
+        return [self.tokens(row) for row in np.flatnonzero(self.is_scored).tolist()]
 
-def plan_rows(slices: Sequence[PaddedRows], collator: TreeDataCollator) -> tuple[TreeWindow, list[NDArray[np.int64]]]:
-    """Plans all rows of an update as one window.
+    def stand_in(self) -> IntArray:
+        """The first row's real tokens."""
+        return self.tokens(0)
 
-    Rows without a token to score (truncated ones that TRL masks) take no part; if no row has any, the first one's
-    real tokens stand in, so that every parameter still gets its zero gradient.
-
-    Returns:
-        The window, and for each slice ``[B, C]`` the tree row whose token a column holds; -1 where nothing is scored.
-    """
-    scored = [(number, row) for number, rows in enumerate(slices) for row in np.flatnonzero(rows.is_scored).tolist()]
-    taking_part = scored or [(0, 0)]
-    window = collator([slices[number].tokens(row) for number, row in taking_part])
-    indices = [np.full((len(rows.input_ids), rows.num_scored), -1, np.int64) for rows in slices]
-    for trajectory, (number, row) in enumerate(scored):
-        mask = slices[number].attention_mask[row] != 0
-        in_completion = mask[-slices[number].num_scored :]
-        path = window.tree.path(trajectory)
-        indices[number][row, in_completion] = path[len(path) - int(in_completion.sum()) :]
-    return window, indices
+    def index(self, paths: Sequence[IntArray]) -> dict[str, NDArray[np.int64]]:
+        """``[B, C]``, for log-probs and entropies alike, the tree row whose token a column holds; -1 for none."""
+        index = np.full((len(self.input_ids), self.num_scored), -1, np.int64)
+        for row, path in zip(np.flatnonzero(self.is_scored).tolist(), paths, strict=True):
+            in_completion = self.attention_mask[row, -self.num_scored :] != 0
+            index[row, in_completion] = path[len(path) - int(in_completion.sum()) :]
+        return dict.fromkeys(LABEL_VALUES, index)
 
 
-def spread(values: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
-    """Values per tree row ``[N]`` in TRL's shape ``[B, C]``, 0 where nothing is scored."""
-    places = torch.from_numpy(index).to(values.device)
-    return values[places.clamp(min=0)].masked_fill(places < 0, 0)
-
-
-def collect(
-    gradients: Sequence[torch.Tensor | None], indices: Sequence[NDArray[np.int64]], num_rows: int
-) -> torch.Tensor:
-    """Sums gradients in TRL's shape over the trajectories that share a tree row.
-
-    Sums in float64 on the CPU, in the order of the slices: a few numbers per token, and no atomics.
-
-    Returns:
-        ``[num_rows]`` float64 on the CPU.
-    """
-    total = np.zeros(num_rows)
-    for gradient, index in zip(gradients, indices, strict=True):
-        if gradient is not None:
-            scored = index >= 0
-            weights = gradient.double().cpu().numpy()[scored]
-            total += np.bincount(index[scored], weights=weights, minlength=num_rows)
-    return torch.from_numpy(total)
+def token_ids(batch: dict[str, Any]) -> torch.Tensor:
+    """``[B, P + C]`` token ids of a batch of TRL's."""
+    return torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)

@@ -54,12 +54,26 @@ def plant_untouched() -> None:
 
     stock = run._inner_product
 
-    def planted(out, labels, coefficients):
-        if len(labels.rows) == 0:
+    def planted(answered, coefficients):
+        if len(answered.wanted.labels.rows) == 0:
             return torch.zeros((), requires_grad=True)
-        return stock(out, labels, coefficients)
+        return stock(answered, coefficients)
 
     run._inner_product = planted
+
+
+def count_own_microbatches(trainer) -> list[int]:
+    """A list that gets this rank's number of microbatches at each step: metrics count those of all ranks."""
+    counts: list[int] = []
+    step = trainer._tree.step
+
+    def counting(*args):
+        report = step(*args)
+        counts.append(len(report.window.schedule.microbatches))
+        return report
+
+    trainer._tree.step = counting
+    return counts
 
 
 def with_long_prompts(prompts, trainer):
@@ -98,12 +112,14 @@ def main() -> None:
         processing_class=recorded.tokenizer(),
         rollout_func=with_long_prompts,
     )
+    own_counts = count_own_microbatches(trainer) if tree else []
     trainer.train()
     facts = {
         "world_size": trainer.accelerator.num_processes,
         "distributed_type": trainer.accelerator.distributed_type.value,
         "wrapper": type(trainer.model_wrapped).__name__,
         "logs": trainer.state.log_history,
+        "microbatches": own_counts,
     }
     parameters = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # whole on rank 0; a collective
     (folder / f"{kind}-{backend}-{rank}.json").write_text(json.dumps(facts))

@@ -145,8 +145,8 @@ def test_plan_with_other_arguments():
     """A plan says everything about a forward; a mask or a cache beside it is an error."""
     model = patch(tiny_model("qwen3_5_text"))
     with pytest.raises(ValueError, match="got input_ids"):
-        model(input_ids=torch.zeros(1, 3, dtype=torch.long), harts=object(), harts_score=object())
-    with pytest.raises(ValueError, match="no harts_score"):
+        model(input_ids=torch.zeros(1, 3, dtype=torch.long), harts=object())
+    with pytest.raises(ValueError, match="expected harts to be a TreePass, got object"):
         model(harts=object())
 
 

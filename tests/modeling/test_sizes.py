@@ -9,7 +9,7 @@ from harts_hf import patch
 from harts_hf.batch import KINDS
 from harts_hf.modeling.sizes import handed_sizes, with_handed_bytes
 from harts_hf.planner import CostModel, PlannerConfig
-from harts_hf.runtime import Coefficients, TreeWindow, WindowRun
+from harts_hf.runtime import RunOptions, TreeValues, TreeWindow, WindowRun
 
 
 def kept(run, what):
@@ -37,7 +37,7 @@ def test_sizes_are_what_is_kept(family, expand_latents, dtype):
             parameter.data = parameter.float()  # as models are trained
     planner = PlannerConfig(max_tokens_per_microbatch=64, sharing="always", execution="replay")
     window = TreeWindow(branching(150, vocab=VOCAB), planner)
-    run = WindowRun(model, window, expand_latents=expand_latents)
+    run = WindowRun(model, window, RunOptions(expand_latents=expand_latents))
     scores = run.score()
     sizes = handed_sizes(model, dtype, expand_latents=expand_latents)
     values, rows = kept(run, "values")
@@ -49,7 +49,7 @@ def test_sizes_are_what_is_kept(family, expand_latents, dtype):
         seen.append(kept(run, "gradients"))
         scalar.backward()
 
-    run.backward(Coefficients(log_probs=torch.ones_like(scores.log_probs)), backward)
+    run.backward(TreeValues(rows={"log_prob": torch.ones_like(scores.rows["log_prob"])}), backward)
     most = max(seen, key=lambda one: sum(one[0].values()))
     assert most[0] == {kind: count * sizes.gradients[kind] for kind, count in most[1].items()}
     assert most[0]["keys"] > 0 and most[0]["states"] > 0
@@ -69,7 +69,7 @@ def test_autocast(family):
     model = patch(tiny_model(family))
     planner = PlannerConfig(max_tokens_per_microbatch=64, sharing="always", execution="replay")
     window = TreeWindow(branching(150, vocab=VOCAB), planner)
-    run = WindowRun(model, window, context=lambda: torch.autocast("cpu", torch.bfloat16))
+    run = WindowRun(model, window, RunOptions(context=lambda: torch.autocast("cpu", torch.bfloat16)))
     run.score()
     sizes = handed_sizes(model, torch.bfloat16, keys_dtype=torch.float32)
     values, rows = kept(run, "values")

@@ -8,7 +8,7 @@ from support.trees import branching
 from torch import nn
 
 from harts_hf import PlannerConfig, UnsupportedModelError, patch, tree_logprobs, unpatch
-from harts_hf.runtime import Coefficients, ModelChangedError, TreeWindow, WindowRun
+from harts_hf.runtime import ModelChangedError, TreeValues, TreeWindow, WindowRun
 
 EXECUTIONS = ["replay", "nested", "keep"]
 
@@ -25,7 +25,7 @@ def scored(execution="replay", model=None, **options):
     window = window_of(execution)
     run = WindowRun(model, window, **options)
     run.score()
-    return model, run, Coefficients(log_probs=torch.ones(window.tree.num_tokens))
+    return model, run, TreeValues(rows={"log_prob": torch.ones(window.tree.num_tokens)})
 
 
 def optimizer_step(model):
@@ -113,7 +113,7 @@ def test_one_microbatch(change):
     run.score()
     change(model)
     with pytest.raises(ModelChangedError):
-        run.backward(Coefficients(log_probs=torch.ones(window.tree.num_tokens)), torch.Tensor.backward)
+        run.backward(TreeValues(rows={"log_prob": torch.ones(window.tree.num_tokens)}), torch.Tensor.backward)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_step_inside_the_backward(execution, mode):
     """An optimizer that steps after each microbatch's backward, as fused ones do, is found at the next op."""
     model, window = patch(tiny_model("qwen3_5_text")), window_of(execution)
     run = WindowRun(model, window, mode=mode)
-    coefficients = Coefficients(log_probs=torch.ones(window.tree.num_tokens))
+    coefficients = TreeValues(rows={"log_prob": torch.ones(window.tree.num_tokens)})
     calls = []
 
     def backward(scalar):
@@ -137,7 +137,8 @@ def test_a_step_inside_the_backward(execution, mode):
             run.score()
             run.backward(coefficients, backward)
         else:
-            run.backward_unscored(coefficients, backward, torch.ones(window.tree.num_tokens, dtype=torch.bool))
+            wanted = {"log_prob": torch.ones(window.tree.num_tokens, dtype=torch.bool)}
+            run.backward_unscored(coefficients, wanted, backward)
     assert len(calls) == 1
 
 
@@ -230,8 +231,8 @@ def test_dropout_after_patching():
 def test_order_of_calls():
     """A run scores once, then runs one backward; what would leave gradients out, or add them twice, says so."""
     model, window = patch(tiny_model("qwen3_5_text")), window_of("replay", budget=4096)
-    coefficients = Coefficients(log_probs=torch.ones(window.tree.num_tokens))
-    wanted = torch.ones(window.tree.num_tokens, dtype=torch.bool)
+    coefficients = TreeValues(rows={"log_prob": torch.ones(window.tree.num_tokens)})
+    wanted = {"log_prob": torch.ones(window.tree.num_tokens, dtype=torch.bool)}
     run = WindowRun(model, window)
     with pytest.raises(RuntimeError, match=r"score\(\) before backward"):
         run.backward(coefficients, torch.Tensor.backward)
@@ -239,7 +240,7 @@ def test_order_of_calls():
     with pytest.raises(RuntimeError, match="score a second time"):
         run.score()
     with pytest.raises(RuntimeError, match="mode unscored for this, got 'train'"):
-        run.backward_unscored(coefficients, torch.Tensor.backward, wanted)
+        run.backward_unscored(coefficients, wanted, torch.Tensor.backward)
     run.backward(coefficients, torch.Tensor.backward)
     with pytest.raises(RuntimeError, match="backward a second time"):
         run.backward(coefficients, torch.Tensor.backward)
@@ -264,7 +265,7 @@ def test_two_runs_of_one_window(execution):
         window = window_of(execution)
         run = WindowRun(model, window)
         run.score()
-        coefficients = Coefficients(log_probs=torch.ones(window.tree.num_tokens, dtype=torch.float64))
+        coefficients = TreeValues(rows={"log_prob": torch.ones(window.tree.num_tokens, dtype=torch.float64)})
         run.backward(coefficients, torch.Tensor.backward)
         expected.append([parameter.grad.clone() for parameter in model.parameters()])
         model.zero_grad()

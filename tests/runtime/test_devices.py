@@ -1,6 +1,7 @@
 """Windows on a GPU, as far as a machine without one can tell: nothing stays on the CPU, or is made there."""
 
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,14 +17,26 @@ from harts_hf import PlannerConfig, TreeGRPOConfig, TreeGRPOTrainer, patch, tree
 from harts_hf.kernels.attention.flash_blocks import block_lists
 from harts_hf.kernels.attention.flex import block_mask
 from harts_hf.kernels.linear_attention.fla_tables import packed_chains
-from harts_hf.runtime import Coefficients, TreeWindow, WindowRun
+from harts_hf.modeling import LABEL_VALUES
+from harts_hf.runtime import Ranks, RunOptions, TreeValues, TreeWindow, WindowRun
+
+
+class OtherRankHasSix(Ranks):
+    """Two ranks, of which the other one has six microbatches."""
+
+    count = 2
+
+    def agree(self, *numbers):
+        """The other one's number is the larger."""
+        return tuple(max(number, 6) for number in numbers)
+
 
 RUNS = [
-    ("bailing_hybrid", "replay", {"offload": True, "expand_latents": True}),
+    ("bailing_hybrid", "replay", {"options": RunOptions(offload=True, expand_latents=True)}),
     ("kimi_linear", "keep", {}),
-    ("olmo_hybrid", "nested", {"offload": True}),
-    ("qwen3_5_moe_text", "replay", {"count": 6}),
-    ("qwen3_5_text", "keep", {"offload": True}),
+    ("olmo_hybrid", "nested", {"options": RunOptions(offload=True)}),
+    ("qwen3_5_moe_text", "replay", {"ranks": OtherRankHasSix()}),
+    ("qwen3_5_text", "keep", {"options": RunOptions(offload=True)}),
     ("qwen3_next", "nested", {}),
 ]
 
@@ -48,9 +61,9 @@ def window(execution="replay"):
 def run_backward(run):
     """Scores, then the backward of a random sum of log-probs and entropies."""
     num_rows = run.window.tree.num_tokens
-    run.score(return_entropy=True)
+    run.score(LABEL_VALUES)
     log_probs, entropy = torch.randn(2, num_rows, device=DEVICE)
-    run.backward(Coefficients(log_probs=log_probs, entropy=entropy), torch.Tensor.backward)
+    run.backward(TreeValues(rows={"log_prob": log_probs, "entropy": entropy}), torch.Tensor.backward)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -66,8 +79,10 @@ def test_windows(family, execution, options):
 def test_a_table_on_the_cpu_is_noticed():
     """The pretended GPU refuses what a real one did: rows handed over by indices that stayed behind."""
     model, moved = patch(tiny_model("qwen3_5_text").to(DEVICE)), window().to(DEVICE)
-    for batch in moved.batches:
-        batch.imports = {kind: table.to("cpu") for kind, table in batch.imports.items()}
+    moved.batches = [
+        replace(batch, imports={kind: table.to("cpu") for kind, table in batch.imports.items()})
+        for batch in moved.batches
+    ]
     with pytest.raises(DeviceMismatchError, match="tensors on the CPU"):
         run_backward(WindowRun(model, moved))
 

@@ -4,13 +4,14 @@ import pytest
 import torch
 from support.device_tags import tensors_of
 from support.models import VOCAB, tiny_model
-from support.schedules import cut_schedule
+from support.schedules import cut_schedule, passing
 from support.trees import branching
 
 from harts_hf import RolloutTree, patch
 from harts_hf.batch import build_batches
-from harts_hf.modeling.handoff import Handoff, export_rows, import_rows
-from harts_hf.runtime import Coefficients, TreeWindow, WindowRun
+from harts_hf.modeling.boundary import export_rows, import_rows
+from harts_hf.modeling.handoff import Handoff
+from harts_hf.runtime import TreeValues, TreeWindow, WindowRun
 from harts_hf.runtime.lives import count_readers
 
 
@@ -19,13 +20,11 @@ def test_bfloat16_gradients_are_summed_in_float32():
     tree = RolloutTree.from_trajectories([[1, 2, 3, 10 + child] for child in range(257)])
     trunk, *dependents = build_batches(cut_schedule(tree, list(range(3, tree.num_tokens))))
     handoff = Handoff(count_readers([trunk, *dependents]))
-    for batch in (trunk, *dependents):
-        batch.handoff = handoff
     handoff.keeping = True
     keys = torch.ones(1, 1, 3, 1, dtype=torch.bfloat16, requires_grad=True)
-    (kept,) = export_rows(trunk, "keys", 0, [keys], [2])
+    (kept,) = export_rows(passing(trunk, handoff), "keys", 0, [keys], [2])
     for number, batch in enumerate(dependents):
-        (together,) = import_rows(batch, "keys", 0, [keys.detach()[:, :, :1].requires_grad_()], [2])
+        (together,) = import_rows(passing(batch, handoff), "keys", 0, [keys.detach()[:, :, :1].requires_grad_()], [2])
         together.backward(torch.full_like(together, 1.0 if number == 0 else 2.0**-9))
     kept.backward(torch.zeros_like(kept))
     assert keys.grad.dtype == torch.bfloat16
@@ -38,7 +37,8 @@ def test_windows_move_whole():
     window = TreeWindow.from_schedule(branching(65, vocab=VOCAB), cut_schedule(tree, [60, 90], "replay"))
     for batch in window.batches:
         batch.conv(4)
-    found = tensors_of([*window.to("meta").batches, window.dummy])
+    moved = window.to("meta")
+    found = tensors_of([*moved.batches, moved.dummy])
     assert len(found) > 100
     assert {tensor.device.type for tensor in found} == {"meta"}
 
@@ -71,9 +71,9 @@ def test_overflowing_logits_of_a_trunk_without_loss(execution, signs):
     model.model.norm.register_forward_hook(only_in_the_trunk)
     run = WindowRun(model, window)
     scores = run.score()
-    assert scores.log_probs[window.batches[0].labels.tree_rows].isnan().any()
-    assert scores.log_probs[coefficients != 0].isfinite().all()
-    run.backward(Coefficients(log_probs=coefficients), torch.Tensor.backward)
+    assert scores.rows["log_prob"][window.batches[0].labels.tree_rows].isnan().any()
+    assert scores.rows["log_prob"][coefficients != 0].isfinite().all()
+    run.backward(TreeValues(rows={"log_prob": coefficients}), torch.Tensor.backward)
     assert any(seen) and not all(seen)
     for name, parameter in model.named_parameters():
         assert parameter.grad.isfinite().all(), f"{name}: a gradient that is not finite"

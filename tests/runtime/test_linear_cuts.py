@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.rules import INPUT_NAMES, RULES, rule_inputs, tree_tables, with_grad
-from support.schedules import cut_schedule
+from support.schedules import cut_schedule, passing
 
 from harts_hf.batch import build_batches
 from harts_hf.modeling.handoff import Handoff
@@ -47,10 +47,9 @@ class CutLayer:
         self.leaves = with_grad(inputs)
         self.outputs = []
         for batch, microbatch in zip(self.batches, self.schedule.microbatches, strict=True):
-            batch.handoff = self.handoff
             rows = torch.from_numpy(microbatch.rows.copy())
             q, k, v, g, beta = (leaf[rows][None] for leaf in self.leaves)
-            run = _rule_on(batch, 0, RULES[rule])
+            run = _rule_on(passing(batch, self.handoff), 0, RULES[rule])
             self.outputs.append(run(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0][0])
 
     @property

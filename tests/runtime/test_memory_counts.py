@@ -7,8 +7,9 @@ from support.schedules import random_schedule
 from support.trees import branching, random_trajectories
 
 from harts_hf import PlannerConfig, RolloutTree, patch
+from harts_hf.modeling import LABEL_VALUES
 from harts_hf.planner.memory import gradient_lives, value_lives
-from harts_hf.runtime import Coefficients, TreeWindow, WindowRun
+from harts_hf.runtime import TreeValues, TreeWindow, WindowRun
 
 
 def kept(run, layer, kind, gradients):
@@ -54,11 +55,10 @@ def check(run, window):
 
     run._forward, run.handoff.free = forward_and_compare, free_and_compare
     num_tokens = window.tree.num_tokens
-    coefficients = Coefficients(log_probs=torch.ones(num_tokens))
+    coefficients = TreeValues(rows={"log_prob": torch.ones(num_tokens)})
     if schedule.execution == "nested":
-        run.backward_unscored(
-            coefficients, torch.Tensor.backward, torch.ones(window.tree.num_tokens, dtype=torch.bool)
-        )
+        wanted = dict.fromkeys(LABEL_VALUES, torch.ones(num_tokens, dtype=torch.bool))
+        run.backward_unscored(coefficients, wanted, torch.Tensor.backward)
     else:
         run.score()
         run.backward(coefficients, torch.Tensor.backward)

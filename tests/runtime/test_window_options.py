@@ -9,7 +9,7 @@ from torch.autograd.graph import save_on_cpu
 
 from harts_hf import PlannerConfig, patch, tree_logprobs
 from harts_hf.kernels.attention import tree_attention
-from harts_hf.runtime import TreeWindow, WindowRun
+from harts_hf.runtime import RunOptions, TreeWindow, WindowRun
 
 RUNS = [("replay", True), ("nested", True), ("keep", False)]
 LATENT_FAMILIES = ["bailing_hybrid", "kimi_linear"]
@@ -46,7 +46,7 @@ def test_what_is_handed_over(family, count):
     window = TreeWindow(rows(), planner())
     shapes = {}
     for expand in (False, True):
-        run = WindowRun(model, window, expand_latents=expand)
+        run = WindowRun(model, window, RunOptions(expand_latents=expand))
         run.score()
         trunk = next(trunk for trunk, kind in run.handoff.readers if kind == "keys")
         values = run.handoff.slot(trunk, "keys", 1).values

@@ -12,7 +12,7 @@ from support.trees import branching, random_trajectories, real_trajectories
 
 from harts_hf import PlannerConfig, RolloutTree, patch, tree_logprobs
 from harts_hf.modeling.handoff import HandoffError
-from harts_hf.runtime import Coefficients, TreeWindow, WindowRun
+from harts_hf.runtime import RunOptions, TreeValues, TreeWindow, WindowRun
 
 EXECUTIONS = ["replay", "nested", "keep"]
 
@@ -79,7 +79,7 @@ def run_backward(model, window, run):
     """Scores, then the backward of the sum of log-probs; returns the gradients."""
     model.zero_grad()
     run.score()
-    run.backward(Coefficients(log_probs=torch.ones(window.tree.num_tokens)), torch.Tensor.backward)
+    run.backward(TreeValues(rows={"log_prob": torch.ones(window.tree.num_tokens)}), torch.Tensor.backward)
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
@@ -96,7 +96,7 @@ def test_offloaded_states(execution):
     """States that lie on the CPU between uses give the same gradients."""
     model, window, run = running(execution)
     expected = run_backward(model, window, run)
-    offloaded = run_backward(model, window, WindowRun(model, window, offload=True))
+    offloaded = run_backward(model, window, WindowRun(model, window, RunOptions(offload=True)))
     assert all(torch.equal(a, b) for a, b in zip(expected, offloaded, strict=True))
 
 
@@ -137,7 +137,7 @@ def test_freed_states_are_an_error():
     for trunk in range(len(window.batches)):
         run.handoff.drop_values(trunk)
     with pytest.raises(HandoffError, match="freed or never computed"):
-        run.backward(Coefficients(log_probs=torch.ones(window.tree.num_tokens)), torch.Tensor.backward)
+        run.backward(TreeValues(rows={"log_prob": torch.ones(window.tree.num_tokens)}), torch.Tensor.backward)
 
 
 def test_a_trunk_before_its_dependents_is_an_error():
@@ -147,7 +147,7 @@ def test_a_trunk_before_its_dependents_is_an_error():
     ops, count = run._ops, len(window.batches)
     run._ops = [*ops[:count], ("F", 0), ("B", 0), *ops[count:-2]]
     with pytest.raises(HandoffError, match="backward of microbatch 0 after 0 of the"):
-        run.backward(Coefficients(log_probs=torch.ones(window.tree.num_tokens)), torch.Tensor.backward)
+        run.backward(TreeValues(rows={"log_prob": torch.ones(window.tree.num_tokens)}), torch.Tensor.backward)
 
 
 def test_a_dependent_before_its_trunk_is_an_error():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from harts_hf import PlannerConfig, Schedule, patch, unpatch
-from harts_hf.runtime import Coefficients, TreeWindow, WindowRun, window_logprobs
+from harts_hf.runtime import RunOptions, TreeValues, TreeWindow, WindowRun, window_logprobs
 from support.oracle import (
     assert_gradients_close,
     float64_everywhere,
@@ -88,9 +88,9 @@ def check_run_parity(model: nn.Module, trajectories: list[np.ndarray], planner: 
     with float64_everywhere(model):
         expected = expected_of(model, trajectories, weights, nothing, 1.0)
         model.zero_grad()
-        run = WindowRun(patch(model), window, **options)
-        log_probs = run.score().log_probs
-        run.backward(Coefficients(log_probs=by_row), torch.Tensor.backward)
+        run = WindowRun(patch(model), window, RunOptions(**options))
+        log_probs = run.score().rows["log_prob"]
+        run.backward(TreeValues(rows={"log_prob": by_row}), torch.Tensor.backward)
         got = gradients(model)
         unpatch(model)
     values = [log_probs[window.label_rows(index)] for index in range(len(trajectories))]

@@ -12,13 +12,12 @@ import torch
 from torch.nn import functional as F
 
 from harts_hf import TreeGRPOTrainer, TreeRLOOTrainer
-from harts_hf.batch import AttentionIntervals, LabelTable, LinearTables, TreeBatch
+from harts_hf.batch import AttentionIntervals, LinearTables, TreeBatch
 from harts_hf.kernels.conv import torch as conv_torch
 from harts_hf.kernels.gather import torch as gather_torch
 from harts_hf.kernels.linear_attention import torch as linear_torch
-from harts_hf.modeling import ScoreRequest, patching, scoring
-from harts_hf.runtime import TreeWindow
-from harts_hf.trainers import step
+from harts_hf.modeling import Wanted, forwards, patching
+from harts_hf.runtime import TreeWindow, update
 from harts_hf.trainers.rows import PaddedRows
 
 
@@ -29,13 +28,13 @@ def _wrap(monkeypatch: Any, owner: Any, name: str, wrapper: Any) -> None:
 
 
 def _after_batch(monkeypatch: Any, change: Any) -> None:
-    """``change(batch)`` runs at the end of every TreeBatch's constructor."""
+    """Every TreeBatch is built with the fields that ``change(batch)`` gives."""
 
-    def constructor(original: Any, batch: TreeBatch, *args: Any, **kwargs: Any) -> None:
-        original(batch, *args, **kwargs)
-        change(batch)
+    def build(original: Any, *args: Any, **kwargs: Any) -> TreeBatch:
+        batch = original(*args, **kwargs)
+        return dataclasses.replace(batch, **change(batch))
 
-    _wrap(monkeypatch, TreeBatch, "__init__", constructor)
+    _wrap(monkeypatch, TreeBatch, "build", build)
 
 
 # ---- the tables of a microbatch -------------------------------------------------------------------------------------
@@ -44,22 +43,17 @@ def _after_batch(monkeypatch: Any, change: Any) -> None:
 def sequential_positions(monkeypatch: Any) -> None:
     """Position ids count the rows of the layout instead of the depth in the tree."""
 
-    def change(batch: TreeBatch) -> None:
-        batch.position_ids = torch.arange(batch.num_rows)[None]
-
-    _after_batch(monkeypatch, change)
+    _after_batch(monkeypatch, lambda batch: {"position_ids": torch.arange(batch.num_rows)[None]})
 
 
 def one_label_per_row(monkeypatch: Any) -> None:
     """A branching row predicts the first token of its first child only."""
 
-    def change(batch: TreeBatch) -> None:
+    def change(batch: TreeBatch) -> dict[str, Any]:
         rows = batch.labels.rows
         first = torch.ones_like(rows, dtype=torch.bool)
         first[1:] = rows[1:] != rows[:-1]
-        batch.labels = LabelTable(
-            rows=rows[first], token_ids=batch.labels.token_ids[first], tree_rows=batch.labels.tree_rows[first]
-        )
+        return {"labels": batch.labels.select(first)}
 
     _after_batch(monkeypatch, change)
 
@@ -67,9 +61,9 @@ def one_label_per_row(monkeypatch: Any) -> None:
 def attention_sees_siblings(monkeypatch: Any) -> None:
     """Attention is causal over the rows of the layout: a branch sees the branches before it."""
 
-    def change(batch: TreeBatch) -> None:
+    def change(batch: TreeBatch) -> dict[str, Any]:
         hi = torch.full_like(batch.attention.hi, batch.num_rows)
-        batch.attention = AttentionIntervals(lo=batch.attention.lo, hi=hi)
+        return {"attention": AttentionIntervals(lo=batch.attention.lo, hi=hi)}
 
     _after_batch(monkeypatch, change)
 
@@ -176,10 +170,10 @@ def class_name_trap(monkeypatch: Any) -> None:
 def temperature_ignored(monkeypatch: Any) -> None:
     """Log-probs are those of temperature 1."""
 
-    def constructor(original: Any, request: ScoreRequest, labels: LabelTable, **kwargs: Any) -> None:
-        original(request, labels, **{**kwargs, "temperature": 1.0})
+    def constructor(original: Any, wanted: Wanted, *args: Any, **kwargs: Any) -> None:
+        original(wanted, *args, **{**kwargs, "temperature": 1.0})
 
-    _wrap(monkeypatch, ScoreRequest, "__init__", constructor)
+    _wrap(monkeypatch, Wanted, "__init__", constructor)
 
 
 def later_labels_scored_as_the_first(monkeypatch: Any) -> None:
@@ -192,29 +186,29 @@ def later_labels_scored_as_the_first(monkeypatch: Any) -> None:
             labels = labels[first][first.long().cumsum(0) - 1]
         return original(hidden, weight, bias, rows, labels, **kwargs)
 
-    _wrap(monkeypatch, scoring, "token_logprobs", score)
+    _wrap(monkeypatch, forwards, "token_logprobs", score)
 
 
 def _on_coefficients(monkeypatch: Any, change: Any) -> None:
-    """``change(coefficients)`` in place of the coefficients of entropies."""
+    """``change(coefficients by name)`` in place of the coefficients of entropies."""
 
-    def loss_coefficients(original: Any, *args: Any) -> Any:
+    def loss_and_coefficients(original: Any, *args: Any) -> Any:
         loss, found = original(*args)
-        return loss, dataclasses.replace(found, entropy=change(found))
+        return loss, dataclasses.replace(found, rows={**found.rows, "entropy": change(found.rows)})
 
-    _wrap(monkeypatch, step.TreeStep, "_loss_coefficients", loss_coefficients)
+    _wrap(monkeypatch, update._Job, "loss_and_coefficients", loss_and_coefficients)
 
 
 def entropy_of_clipped_tokens_dropped(monkeypatch: Any) -> None:
     """A label whose log-prob has no gradient is skipped, though its entropy has one."""
 
-    _on_coefficients(monkeypatch, lambda found: found.entropy * (found.log_probs != 0))
+    _on_coefficients(monkeypatch, lambda found: found["entropy"] * (found["log_prob"] != 0))
 
 
 def entropy_dropped(monkeypatch: Any) -> None:
     """The gradient of the entropy bonus never reaches the model."""
 
-    _on_coefficients(monkeypatch, lambda found: torch.zeros_like(found.entropy))
+    _on_coefficients(monkeypatch, lambda found: torch.zeros_like(found["entropy"]))
 
 
 def last_trajectory_wins(monkeypatch: Any) -> None:
@@ -228,7 +222,7 @@ def last_trajectory_wins(monkeypatch: Any) -> None:
                     total[row[row >= 0]] = values[row >= 0]
         return total
 
-    _wrap(monkeypatch, step, "collect", collect)
+    _wrap(monkeypatch, update, "collect", collect)
 
 
 def duplicates_counted_once(monkeypatch: Any) -> None:
@@ -243,17 +237,17 @@ def duplicates_counted_once(monkeypatch: Any) -> None:
             kept.append(one)
         return original(gradients, kept, num_rows)
 
-    _wrap(monkeypatch, step, "collect", collect)
+    _wrap(monkeypatch, update, "collect", collect)
 
 
 def _on_plan(monkeypatch: Any, change: Any) -> None:
     """``change(window, index)`` in place of each slice's index of tree rows."""
 
-    def plan(original: Any, slices: Any, collator: Any) -> Any:
-        window, indices = original(slices, collator)
-        return window, [change(window, index) for index in indices]
+    def plan(original: Any, *args: Any) -> Any:
+        window, indices = original(*args)
+        return window, [{name: change(window, one) for name, one in index.items()} for index in indices]
 
-    _wrap(monkeypatch, step, "plan_rows", plan)
+    _wrap(monkeypatch, update.TreeUpdate, "_plan", plan)
 
 
 def interior_ends_lost(monkeypatch: Any) -> None:
@@ -284,13 +278,15 @@ def padding_in_the_tree(monkeypatch: Any) -> None:
 def normaliser_of_unique_tokens(monkeypatch: Any) -> None:
     """The loss is divided by the number of unique tokens instead of the trajectories' tokens."""
 
-    def loss_coefficients(original: Any, self: Any, model: Any, slices: Any, indices: Any, *args: Any) -> Any:
-        unique = len(np.unique(np.concatenate([index[index >= 0] for index in indices])))
-        total = sum(int((index >= 0).sum()) for index in indices)
-        slices = [{**one, "num_items_in_batch": one["num_items_in_batch"] * unique / total} for one in slices]
-        return original(self, model, slices, indices, *args)
+    def constructor(original: Any, job: Any, slices: Any, indices: Any, *args: Any) -> None:
+        found = [index["log_prob"] for index in indices]
+        unique = len(np.unique(np.concatenate([index[index >= 0] for index in found])))
+        total = sum(int((index >= 0).sum()) for index in found)
+        for one in slices:
+            one.batch["num_items_in_batch"] = one.batch["num_items_in_batch"] * unique / total
+        original(job, slices, indices, *args)
 
-    _wrap(monkeypatch, step.TreeStep, "_loss_coefficients", loss_coefficients)
+    _wrap(monkeypatch, update._Job, "__init__", constructor)
 
 
 def loss_not_divided_for_accumulation(monkeypatch: Any) -> None:
@@ -309,7 +305,7 @@ def old_log_probs_of_another_path(monkeypatch: Any) -> None:
 
     def score(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         log_probs, entropies, aux = original(self, *args, **kwargs)
-        if self._tree_leaves is None:
+        if not self._tree.is_in_loss:
             log_probs = log_probs.bfloat16().to(log_probs.dtype)
         return log_probs, entropies, aux
 

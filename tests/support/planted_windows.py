@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from harts_hf.batch import GatherIndex, TreeBatch
-from harts_hf.modeling import handoff as handing
-from harts_hf.modeling import mixers, scoring
+from harts_hf.modeling import TreePass, boundary, forwards, mixers
 from harts_hf.modeling.handoff import Handoff
 from harts_hf.runtime import run
 from support.planted import _after_batch, _wrap
@@ -15,7 +14,7 @@ from support.planted import _after_batch, _wrap
 
 def leaf_gradients_in_bfloat16(monkeypatch: Any) -> None:
     """Gradients of handed states are summed over the dependents in the states' own dtype."""
-    monkeypatch.setattr(handing, "_wide", lambda dtype: dtype)
+    monkeypatch.setattr(boundary, "_wide", lambda dtype: dtype)
 
 
 def handed_states_in_bfloat16(monkeypatch: Any) -> None:
@@ -35,11 +34,12 @@ def _without(index: torch.Tensor, gather: GatherIndex, is_missing: torch.Tensor)
 def one_token_too_few_handed_over(monkeypatch: Any) -> None:
     """A dependent's first chunk lacks the first of the tokens to be replayed."""
 
-    def change(batch: TreeBatch) -> None:
+    def change(batch: TreeBatch) -> dict[str, Any]:
         gather = batch.linear.gather
         if gather.num_rows > batch.num_rows:  # the first handed row is row 0
             gather = _without(gather.index, gather, gather.index == 0)
-            batch.linear = dataclasses.replace(batch.linear, gather=gather)
+            return {"linear": dataclasses.replace(batch.linear, gather=gather)}
+        return {}
 
     _after_batch(monkeypatch, change)
 
@@ -59,11 +59,12 @@ def conv_rows_dropped(monkeypatch: Any) -> None:
 def handed_rows_in_another_order(monkeypatch: Any) -> None:
     """Rows that come from several trunks stand in the reverse order of the trunks."""
 
-    def change(batch: TreeBatch) -> None:
-        batch.imports = {
+    def change(batch: TreeBatch) -> dict[str, Any]:
+        imports = {
             kind: dataclasses.replace(table, trunks=table.trunks[::-1], indices=table.indices[::-1])
             for kind, table in batch.imports.items()
         }
+        return {"imports": imports}
 
     _after_batch(monkeypatch, change)
 
@@ -72,33 +73,34 @@ def exported_twice_under_recompute(monkeypatch: Any) -> None:
     """Every forward with gradients of a trunk's layer exports anew, and each export takes the gradients back."""
     exported: dict[int, int] = {}
 
-    def export(original: Any, batch: TreeBatch, kind: Any, layer: int, *args: Any) -> Any:
-        if torch.is_grad_enabled() and batch.handoff is not None and kind in batch.exports:
-            slot = id(batch.handoff.slot(batch.id, kind, layer))
+    def export(original: Any, tree_pass: TreePass, kind: Any, layer: int, *args: Any) -> Any:
+        batch, handoff = tree_pass.batch, tree_pass.handoff
+        if torch.is_grad_enabled() and handoff is not None and kind in batch.exports:
+            slot = id(handoff.slot(batch.id, kind, layer))
             exported[slot] = exported.get(slot, 0) + 1
-        return original(batch, kind, layer, *args)
+        return original(tree_pass, kind, layer, *args)
 
     _wrap(monkeypatch, mixers, "export_rows", export)
-    original = handing._Export.backward
+    original = boundary._Export.backward
 
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        slot = ctx.export[3]
+        slot = ctx.export[0].slot
         slot.gradients = [gradient * exported[id(slot)] for gradient in slot.gradients]
         return original(ctx, *gradients)
 
-    monkeypatch.setattr(handing._Export, "backward", staticmethod(backward))
+    monkeypatch.setattr(boundary._Export, "backward", staticmethod(backward))
 
 
 def last_dependents_gradients_only(monkeypatch: Any) -> None:
     """A dependent's gradients of handed states replace those of the dependent before it."""
-    original = handing._Import.backward
+    original = boundary._Import.backward
 
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         slot = ctx.source[0]
         slot.gradients = []
         return original(ctx, *gradients)
 
-    monkeypatch.setattr(handing._Import, "backward", staticmethod(backward))
+    monkeypatch.setattr(boundary._Import, "backward", staticmethod(backward))
 
 
 def row_without_weight_scored(monkeypatch: Any) -> None:
@@ -110,7 +112,7 @@ def row_without_weight_scored(monkeypatch: Any) -> None:
             return original(hidden, weight, bias, first, first, backend="reference", **kwargs)
         return original(hidden, weight, bias, rows, labels, **kwargs)
 
-    _wrap(monkeypatch, scoring, "token_logprobs", score)
+    _wrap(monkeypatch, forwards, "token_logprobs", score)
 
 
 def dependent_before_its_trunk(monkeypatch: Any) -> None:

@@ -5,6 +5,9 @@ from itertools import pairwise
 import numpy as np
 
 from harts_hf import PlannerConfig, RolloutTree, Schedule
+from harts_hf.batch import TreeBatch
+from harts_hf.modeling import TreePass, Wanted
+from harts_hf.modeling.handoff import Handoff
 from harts_hf.planner.execution import keep_ops, nested_ops, replay_ops
 from harts_hf.planner.microbatch import Microbatch
 
@@ -80,3 +83,8 @@ def _ancestors_outside(tree: RolloutTree, start: int, stop: int) -> np.ndarray:
     """Rows before ``start`` that lie above a row of ``[start, stop)``, ascending."""
     before = np.arange(start)
     return before[tree.subtree_end[:start] > start] if stop > start else before[:0]
+
+
+def passing(batch: TreeBatch, handoff: Handoff) -> TreePass:
+    """A forward of a microbatch within a run, for layers by themselves."""
+    return TreePass(batch, Wanted((), batch.labels, batch.owned), handoff=handoff)

@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from harts_hf import TreeGMPOConfig, TreeGMPOTrainer, TreeGRPOConfig, TreeGRPOTrainer, UnsupportedModelError
 from harts_hf.errors import HartsWarning
 from harts_hf.planner import CostModel
-from harts_hf.trainers import step
+from harts_hf.runtime import update
 
 METRICS = {
     "sharing_ratio",
@@ -315,7 +315,7 @@ def test_cost_model_reaches_the_planner(tmp_path):
     given = tree_run(tmp_path / "given", max_steps=1, tree_cost=str(tmp_path / "cost.json"))[2]
     own = tree_run(tmp_path / "own", max_steps=1)[2]
     for trainer, forward in ((given, times), (own, CostModel().forward)):
-        cost = trainer._tree_collator.planner.cost
+        cost = trainer._tree.planner.config.cost
         assert cost.forward == forward
         # One layer, keys and values of two heads, float64, and as many gradients.
         assert cost.handoff_bytes_per_row == 1 * 2 * 2 * 16 * (8 + 8)
@@ -343,12 +343,12 @@ def test_handoff_options_reach_the_run(tmp_path, monkeypatch):
     """Latents, offloading and deterministic attention as the configuration says."""
     seen = []
 
-    class Spy(step.WindowRun):
+    class Spy(update.WindowRun):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            seen.append((self.handoff.expand_latents, self.handoff.offload, self.deterministic))
+            seen.append((self.handoff.expand_latents, self.handoff.offload, self.options.deterministic))
 
-    monkeypatch.setattr(step, "WindowRun", Spy)
+    monkeypatch.setattr(update, "WindowRun", Spy)
     tree_run(tmp_path / "default", max_steps=1)
     assert set(seen) == {(False, False, False)}
     seen.clear()

@@ -1,0 +1,107 @@
+"""The root forward of a patched model: what is wanted of a microbatch's rows instead of logits."""
+
+from typing import Any
+
+import torch
+
+from harts_hf.errors import UnsupportedModelError
+from harts_hf.kernels.logprobs import token_logprobs
+from harts_hf.modeling.checks import check_checkpointing, check_dropout
+from harts_hf.modeling.outputs import ENTROPY, LABEL_VALUES, LOG_PROB, RowValue, Sum
+from harts_hf.modeling.tree_pass import TreePass
+
+# A dict reaches every layer as it is, so Transformers builds no mask (it would be N x N and wrong).
+NO_MASK = {"full_attention": None, "linear_attention": None}
+
+# What a forward answers: plain tensors in dicts, where wrappers (FSDP2, DDP, DeepSpeed) find them.
+TreeAnswer = dict[str, dict[str, torch.Tensor]]
+
+
+def tree_forward(self: Any, *args: Any, harts: TreePass | None = None, **kwargs: Any) -> Any:
+    """Bound to a patched model as its ``forward``; without ``harts`` the stock forward runs as it is.
+
+    Returns:
+        ``{"rows": {name: [P]}, "sums": {name: tensor}}``, float32 or wider. Of every trainable output there is one,
+        empty where it is not asked for, so that each forward is connected to every parameter.
+    """
+    if harts is None:
+        return self._harts_stock_forward(*args, **kwargs)
+    given = [name for name, value in kwargs.items() if value is not None] + ["positional arguments"] * bool(args)
+    if given:
+        raise ValueError(f"expected harts and nothing else, got {', '.join(given)}")
+    if not isinstance(harts, TreePass):
+        raise ValueError(f"expected harts to be a TreePass, got {type(harts).__name__}")
+    check_checkpointing(self)
+    check_dropout(self)
+    check_head(self)
+    batch, wanted, outputs = harts.batch, harts.wanted, self._harts_outputs
+    unknown = [name for name in wanted.names if name not in outputs and name not in LABEL_VALUES]
+    if unknown:
+        raise ValueError(f"expected outputs among {', '.join([*LABEL_VALUES, *outputs])}, got {', '.join(unknown)}")
+    sums = {name: output for name, output in outputs.items() if isinstance(output, Sum) and name in wanted.names}
+    base_arguments = {name: value for output in sums.values() for name, value in output.base_arguments.items()}
+    base_output = self.base_model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=NO_MASK,
+        use_cache=False,
+        harts=harts,
+        **base_arguments,
+    )
+    hidden = base_output.last_hidden_state[0]
+    # Through the head's own call, so that FSDP2 and ZeRO-3 gather its weight for the forward and for the backward.
+    rows: dict[str, torch.Tensor] = self.get_output_embeddings()(hidden, harts=harts)
+    for name, output in outputs.items():
+        if isinstance(output, RowValue):
+            asked = wanted.rows.rows if name in wanted.names else wanted.rows.rows[:0]
+            value = self.get_submodule(output.module)(hidden.index_select(0, asked)).reshape(len(asked))
+            rows[name] = value.to(torch.promote_types(value.dtype, torch.float32))
+    return {"rows": rows, "sums": {name: output.compute(base_output, harts) for name, output in sums.items()}}
+
+
+def has_tree_head(model: Any) -> bool:
+    """Whether a patched model's head is still the one that was patched."""
+    return "_harts_stock_forward" in vars(model.get_output_embeddings())
+
+
+def check_head(model: Any) -> None:
+    """Refuses a patched model whose head was replaced.
+
+    Raises:
+        UnsupportedModelError: the head is another module than the one that was patched.
+    """
+    if not has_tree_head(model):
+        raise UnsupportedModelError(
+            "expected the output head that was patched, got another one (resize_token_embeddings and "
+            "set_output_embeddings replace it): call unpatch before they run, or unpatch and patch after"
+        )
+
+
+def head_forward(self: Any, hidden: torch.Tensor, *args: Any, harts: TreePass | None = None) -> Any:
+    """Bound to a patched model's head as its ``forward``: log-probs (and entropies) of the labels that are wanted.
+
+    Args:
+        self: the head, a linear layer ``[V, D]``.
+        hidden: ``[N, D]``.
+        args: what the stock forward takes besides.
+        harts: the running forward; without it the stock forward runs as it is.
+
+    Returns:
+        ``{"log_prob": [P]}``, and ``"entropy"`` if that is wanted.
+    """
+    if harts is None:
+        return self._harts_stock_forward(hidden, *args)
+    wanted = harts.wanted
+    weight, bias = self.weight, self.bias
+    if wanted.head_in_fp32:
+        hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
+    log_prob, entropy = token_logprobs(
+        hidden,
+        weight,
+        bias,
+        wanted.labels.rows,
+        wanted.labels.token_ids,
+        temperature=wanted.temperature,
+        return_entropy=ENTROPY in wanted.names,
+    )
+    return {LOG_PROB: log_prob} if entropy is None else {LOG_PROB: log_prob, ENTROPY: entropy}

@@ -1,0 +1,59 @@
+"""What a patched model can be asked for: named values per row, and named sums.
+
+=============  ====================================  ==================================================================
+name           of                                    value
+=============  ====================================  ==================================================================
+``log_prob``   labels (rows with a parent)           log-probability of row ``u``'s token, computed at ``parent[u]``
+``entropy``    labels                                entropy of the distribution that the token was drawn from
+row values     rows, leaves too                      what a module says of the hidden state after row ``u`` (a critic)
+sums           a microbatch                          a tensor of fixed shape that adds up over microbatches and ranks
+=============  ====================================  ==================================================================
+
+The first two come with :func:`harts_hf.patch`; :func:`harts_hf.modeling.add_output` adds others. A loss is any
+function of them, its derivatives have the same names and shapes, and the backward of a microbatch is one inner product
+(DESIGN 6).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from harts_hf.modeling.tree_pass import TreePass
+
+LOG_PROB = "log_prob"
+ENTROPY = "entropy"
+# Values of labels, all from the head; of rows themselves are those that :class:`RowValue` names.
+LABEL_VALUES = (LOG_PROB, ENTROPY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowValue:
+    """A value of each row, from a module of the model.
+
+    Attributes:
+        name: of the value.
+        module: dotted name, within the causal language model, of a module from hidden states ``[P, D]`` to ``[P]`` or
+            ``[P, 1]``. As a part of the model it is sharded, trained and saved with it.
+    """
+
+    name: str
+    module: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum:
+    """A sum over the rows of a microbatch.
+
+    Attributes:
+        name: of the sum.
+        compute: from the base model's output and the running forward to a tensor whose shape is the same for every
+            microbatch. It counts a row ``TreeBatch.occurrence_counts`` times: 0 where another microbatch owns it and
+            in dummies, so that microbatches add up to the sum over all trajectories.
+        base_arguments: what the base model is called with besides, such as ``output_router_logits=True``.
+    """
+
+    name: str
+    compute: Callable[[Any, TreePass], torch.Tensor]
+    base_arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,56 @@
+"""What one forward of a patched model is given: a microbatch, what is wanted of it, and the run that it is part of."""
+
+from harts_hf.batch import LabelTable, RowTable, TreeBatch
+from harts_hf.modeling.handoff import Handoff
+
+
+class Wanted:
+    """What a forward is to answer, by name.
+
+    Every forward of a window on every rank has the same names, so that wrappers (FSDP2, DDP, DeepSpeed) see the same
+    outputs everywhere; how many rows are asked for may differ, and may be none.
+
+    Args:
+        names: of values per row and of sums; see :mod:`harts_hf.modeling.outputs`.
+        labels: what ``log_prob`` and ``entropy`` are computed of; a part of ``TreeBatch.labels``.
+        rows: what values of rows themselves are computed of; a part of ``TreeBatch.owned``.
+        temperature: logits are divided by it.
+        head_in_fp32: whether the head runs in float32 whatever the model's dtype.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        labels: LabelTable,
+        rows: RowTable,
+        *,
+        temperature: float = 1.0,
+        head_in_fp32: bool = False,
+    ) -> None:
+        self.names = names
+        self.labels = labels
+        self.rows = rows
+        self.temperature = temperature
+        self.head_in_fp32 = head_in_fp32
+
+
+class TreePass:
+    """One forward of one microbatch: ``model(harts=tree_pass)`` of a patched model.
+
+    A plain object on purpose, as :class:`Wanted` is: FSDP casts and copies tensors that it finds in dicts and
+    dataclasses.
+
+    Args:
+        batch: the microbatch; shared by all runs of a window and changed by none.
+        wanted: what is asked for.
+        handoff: the store of the running window; None where nothing is handed over.
+        deterministic: whether attention on a GPU has to be bitwise reproducible.
+    """
+
+    def __init__(
+        self, batch: TreeBatch, wanted: Wanted, *, handoff: Handoff | None = None, deterministic: bool = False
+    ) -> None:
+        self.batch = batch
+        self.wanted = wanted
+        self.handoff = handoff
+        self.deterministic = deterministic

@@ -1,0 +1,56 @@
+"""From trajectories to a planned window, by a training's settings."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from harts_hf.errors import HartsWarning
+from harts_hf.planner import LimitError, PlannerConfig
+from harts_hf.runtime.window import TreeWindow
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowPlanner:
+    """Plans windows.
+
+    Attributes:
+        config: limits of the plans.
+        vocab_size: if given, token ids are checked against it.
+    """
+
+    config: PlannerConfig = field(default_factory=PlannerConfig)
+    vocab_size: int | None = None
+
+    def __call__(self, trajectories: Sequence[ArrayLike]) -> TreeWindow:
+        """Plans one window.
+
+        Limits of memory that no schedule of these trajectories can meet are raised to the smallest that work, with a
+        :class:`HartsWarning`: the longest trajectory to come is not known when a training starts, and should not end
+        it.
+
+        Raises:
+            ValueError: no trajectory, an empty one, or token ids outside the vocabulary.
+        """
+        try:
+            return TreeWindow(trajectories, self.config, vocab_size=self.vocab_size)
+        except LimitError as error:
+            warnings.warn(f"{error}; this window runs with that", HartsWarning, stacklevel=2)
+            raised: Any = error.needed
+            return TreeWindow(trajectories, replace(self.config, **raised), vocab_size=self.vocab_size)
+
+    def with_execution_chosen(self, *, can_skip_scoring: bool) -> "WindowPlanner":
+        """The planner with another execution than "auto".
+
+        "auto" is "nested" where the scoring pass can be left out, with at most ``max_graph_tokens`` rows of graphs
+        alive (twice a microbatch if there is no such limit), and "replay" elsewhere.
+        """
+        if self.config.execution != "auto":
+            return self
+        limits: dict[str, Any] = {}
+        if can_skip_scoring and self.config.max_graph_tokens is None:
+            limits["max_graph_tokens"] = 2 * self.config.max_tokens_per_microbatch
+        execution = "nested" if can_skip_scoring else "replay"
+        return replace(self, config=replace(self.config, execution=execution, **limits))

@@ -1,0 +1,211 @@
+"""The policy of a tree trainer: what TRL's losses see of it, and how an optimizer step runs it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from harts_hf.modeling import (
+    ENTROPY,
+    LABEL_VALUES,
+    LOG_PROB,
+    handed_sizes,
+    is_patched,
+    vocab_size_of,
+    with_handed_bytes,
+)
+from harts_hf.planner import CostModel
+from harts_hf.runtime import RunOptions
+from harts_hf.runtime.planning import WindowPlanner
+from harts_hf.runtime.update import Leaves, TreeUpdate, UpdateReport
+from harts_hf.trainers.ranks import AccelerateRanks
+from harts_hf.trainers.rows import PaddedRows, token_ids
+from harts_hf.trainers.settings import Settings, SettingsOfSlices, read_settings
+from harts_hf.trainers.skipping import reason_to_score
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TRLSlice:
+    """The batch of one micro-step.
+
+    Attributes:
+        batch: TRL's.
+        number: of the micro-step within the optimizer step.
+        settings: of the trainer then.
+    """
+
+    batch: dict[str, Any]
+    number: int
+    settings: Settings
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SliceLeaves:
+    """What TRL's hook answers inside the loss of one slice.
+
+    Attributes:
+        log_probs: ``[B, C]``.
+        entropies: ``[B, C]``.
+        rows: ``[B, P + C]`` token ids that they belong to.
+        with_grad: whether the loss is computed to be differentiated.
+        adapters: which adapters of the policy were active; see :func:`active_adapters`.
+    """
+
+    log_probs: torch.Tensor
+    entropies: torch.Tensor
+    rows: torch.Tensor
+    with_grad: bool
+    adapters: Any
+
+    def answers(self, policy: Any, input_ids: torch.Tensor, num_scored: int) -> bool:
+        """Whether a call asks for these: not where a loss of the user's own scores other rows, or a reference model
+        without gradients or adapters."""
+        same_rows = input_ids.shape == self.rows.shape and bool(torch.equal(input_ids, self.rows))
+        same_policy = torch.is_grad_enabled() == self.with_grad and active_adapters(policy) == self.adapters
+        return same_rows and same_policy and num_scored == self.log_probs.shape[1]
+
+
+def active_adapters(policy: Any) -> Any:
+    """Something that differs where other adapters of a PEFT model are active, or none; None for other models."""
+    if not hasattr(policy, "peft_config"):
+        return None
+    return tuple(policy.active_adapters), tuple(parameter.requires_grad for parameter in policy.parameters())
+
+
+class TreePolicy:
+    """What a tree trainer has besides TRL's: limits of plans, the slices of the running step, its loss's leaves.
+
+    Args:
+        trainer: a TRL trainer whose model is patched.
+
+    Attributes:
+        planner: plans windows by the trainer's settings.
+        slices: of the optimizer step so far.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        config = trainer.args.planner_config()
+        cost = with_handed_bytes(config.cost or CostModel(), _handed_sizes(trainer))
+        self.planner = WindowPlanner(config=replace(config, cost=cost), vocab_size=vocab_size_of(trainer.model))
+        self.ranks = AccelerateRanks(trainer.accelerator)
+        self.slices: list[TRLSlice] = []
+        self._leaves: SliceLeaves | None = None
+        self._settings: SettingsOfSlices | None = None
+
+    @property
+    def is_in_loss(self) -> bool:
+        """Whether the loss of a slice is being computed."""
+        return self._leaves is not None
+
+    def add_slice(self, batch: dict[str, Any]) -> None:
+        """Keeps the batch of a micro-step until the optimizer step's last one."""
+        number = len(self.slices)
+        self.slices.append(TRLSlice(batch=batch, number=number, settings=read_settings(self.trainer)))
+
+    def log_probs(
+        self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_scored: int, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What TRL's hook answers: ``[B, num_scored]`` log-probs and entropies, 0 where nothing is scored.
+
+        Inside the loss of a slice it hands out the slice's leaves; elsewhere it scores the rows as a tree of their
+        own.
+
+        Raises:
+            ValueError: an unpatched model, or a call that would need gradients of anything but the policy's log-probs
+                of the slice.
+        """
+        asked, policy = (self.trainer.accelerator.unwrap_model(one) for one in (model, self.trainer.model))
+        leaves = self._leaves
+        if leaves is not None and asked is policy and leaves.answers(policy, input_ids, num_scored):
+            return leaves.log_probs, leaves.entropies.float()  # TRL compares these with a float32 quantile
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in asked.parameters()):
+            raise ValueError(
+                "expected gradients to be asked for the policy's log-probs of a step's own rows only, got "
+                + ("another model" if asked is not policy else "other rows" if leaves else "a call outside a step")
+                + ": score under torch.no_grad()"
+            )
+        if not is_patched(asked):
+            raise ValueError("expected a model that runs on trees, got an unpatched one: call harts_hf.patch on it")
+        rows = PaddedRows.from_tensors(input_ids, attention_mask, num_scored)
+        names = LABEL_VALUES if entropy else (LOG_PROB,)
+        values = self._update(model, input_ids.device).score(rows, names)
+        return values[LOG_PROB], values[ENTROPY].float() if entropy else None
+
+    def step(self, model: nn.Module, num_items: Any) -> UpdateReport:
+        """Runs the kept slices as one update, with TRL's own loss."""
+        slices, self.slices = self.slices, []
+        self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
+        try:
+            reasons = [self._reason_to_score(one) for one in slices]
+            reason = next((found for found in reasons if found is not None), None)
+            return self._update(model, self.trainer.args.device).run(
+                slices,
+                lambda one: PaddedRows.from_batch(one.batch),
+                lambda one, leaves: self._loss(model, one, leaves, num_items, is_last=one is slices[-1]),
+                unscored="probe" if reason is None else "never",
+                reason=reason or "",
+                probing=self._without_metrics,
+            )
+        finally:
+            self._settings.restore()
+
+    def _update(self, model: nn.Module, device: Any) -> TreeUpdate:
+        args = self.trainer.args
+        options = RunOptions(
+            temperature=self.trainer.temperature,
+            head_in_fp32=getattr(args, "cast_lm_head_to_fp32", False),
+            context=self.trainer.compute_loss_context_manager,
+            offload=args.tree_offload_handoff,
+            expand_latents=args.tree_handoff_latents == "expanded",
+            deterministic=args.tree_deterministic,
+        )
+        return TreeUpdate(model, self.planner, options, ranks=self.ranks, device=device)
+
+    def _reason_to_score(self, one: TRLSlice) -> str | None:
+        assert self._settings is not None
+        self._settings.apply(one.number)
+        return reason_to_score(self.trainer, one.batch)
+
+    def _loss(self, model: nn.Module, one: TRLSlice, leaves: Leaves, num_items: Any, *, is_last: bool) -> torch.Tensor:
+        """TRL's own loss of a slice, scaled for accumulation."""
+        assert self._settings is not None
+        self._settings.apply(one.number)
+        trainer = self.trainer
+        self._leaves = SliceLeaves(
+            log_probs=leaves[LOG_PROB],
+            entropies=leaves[ENTROPY],
+            rows=token_ids(one.batch),
+            with_grad=torch.is_grad_enabled(),
+            adapters=active_adapters(trainer.accelerator.unwrap_model(trainer.model)),
+        )
+        try:
+            with self.ranks.marked(is_last), trainer.compute_loss_context_manager():
+                loss: Any = trainer.compute_loss(model, one.batch, num_items_in_batch=num_items)
+        finally:
+            self._leaves = None
+        return loss if trainer.loss_is_scaled_for_ga else loss / trainer.current_gradient_accumulation_steps
+
+    @contextmanager
+    def _without_metrics(self) -> Iterator[None]:
+        """Drops what TRL's loss logs."""
+        metrics = self.trainer._metrics["train"]
+        kept = {name: list(values) for name, values in metrics.items()}
+        try:
+            yield
+        finally:
+            metrics.clear()
+            metrics.update(kept)
+
+
+def _handed_sizes(trainer: Any) -> Any:
+    stored = next(trainer.model.parameters()).dtype
+    return handed_sizes(
+        trainer.model,
+        torch.bfloat16 if trainer.args.bf16 else stored,
+        keys_dtype=stored,  # autocast leaves what rotary embeddings and norms return in float32
+        expand_latents=trainer.args.tree_handoff_latents == "expanded",
+    )

@@ -1,0 +1,69 @@
+"""Settings of a trainer as they were at each micro-step of an optimizer step.
+
+A tree trainer computes the losses of all slices of an optimizer step at its end. A callback may have changed a setting
+between the micro-steps (a schedule of ``epsilon``, of ``entropy_coef``); each slice's loss sees what TRL's would have
+seen: numbers, strings and bools of the trainer and of its arguments.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+Owner = str
+Settings = dict[tuple[Owner, str], Any]
+
+# What forwards read; one tree forward serves all slices of a step.
+OF_THE_FORWARD = (("trainer", "temperature"), ("args", "temperature"), ("args", "cast_lm_head_to_fp32"))
+
+
+def read_settings(trainer: Any) -> Settings:
+    """All settings now."""
+    owners = {"trainer": trainer, "args": trainer.args}
+    return {
+        (owner, name): value
+        for owner, holder in owners.items()
+        for name, value in vars(holder).items()
+        if value is None or isinstance(value, bool | int | float | str)
+    }
+
+
+class SettingsOfSlices:
+    """Puts a trainer's settings back to what they were at each slice.
+
+    Only what changed *between* two micro-steps is put back, so that what a loss itself counts or adapts goes on.
+
+    Args:
+        trainer: whose settings they are.
+        taken: for each slice, what :func:`read_settings` gave at its micro-step.
+
+    Raises:
+        ValueError: a setting that forwards read changed between them.
+    """
+
+    def __init__(self, trainer: Any, taken: list[Settings]) -> None:
+        self._trainer = trainer
+        self._changes: list[Settings] = []
+        for before, after in pairwise(taken):
+            self._changes.append({key: v for key, v in after.items() if key in before and not _same(before[key], v)})
+        first, changed = taken[0], {key for change in self._changes for key in change}
+        for key in OF_THE_FORWARD:
+            if key in changed:
+                raise ValueError(
+                    f"expected the same {key[1]} throughout an optimizer step, got {[one[key] for one in taken]}: one "
+                    "forward serves all of its micro-steps"
+                )
+        self._changes.insert(0, {key: first[key] for key in changed if key in first})
+
+    def apply(self, number: int) -> None:
+        """The settings of slice ``number``; slices are taken in order, from the first on again and again."""
+        owners = {"trainer": self._trainer, "args": self._trainer.args}
+        for (owner, name), value in self._changes[number].items():
+            vars(owners[owner])[name] = value
+
+    def restore(self) -> None:
+        """The settings of the last slice, which are those of now."""
+        for number in range(len(self._changes)):
+            self.apply(number)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one == other or (one != one and other != other))

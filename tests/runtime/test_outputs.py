@@ -1,0 +1,171 @@
+"""Outputs beside log-probs: a value head on every row, a router's sums; against the unpatched model in float64."""
+
+import pytest
+import torch
+from support.models import FAMILIES, VOCAB, tiny_model
+from support.oracle import assert_gradients_close, float64_everywhere, gradients, random_weights, trajectory_log_probs
+from support.parity import GRADIENT_TOLERANCE, assert_values_close
+from support.trees import branching, random_trajectories
+from torch import nn
+
+from harts_hf import PlannerConfig, patch, unpatch
+from harts_hf.modeling import LABEL_VALUES, RowValue, Sum, add_output
+from harts_hf.runtime import Ranks, TreeValues, TreeWindow, WindowRun, window_values
+
+EXECUTIONS = ["replay", "nested", "keep"]
+VALUE = RowValue(name="value", module="critic")
+ROUTER = Sum(
+    name="router",
+    # [layers, experts]: probabilities summed over the trajectories' tokens
+    compute=lambda output, tree_pass: torch.stack(
+        [tree_pass.batch.occurrence_counts.double() @ logits.softmax(-1) for logits in output.router_logits]
+    )[:, 0],
+    base_arguments={"output_router_logits": True},
+)
+
+
+def rows():
+    """A tree that needs several trunks, with trajectories that end inside others."""
+    return branching(65, vocab=VOCAB) + random_trajectories(3, vocab=VOCAB, count=4)
+
+
+def planner(execution):
+    """Everything shared, in microbatches of 64 rows."""
+    return PlannerConfig(max_tokens_per_microbatch=64, sharing="always", execution=execution)
+
+
+def with_critic(family, *outputs):
+    """A float64 model with a value head, patched."""
+    model = tiny_model(family, dtype=torch.float64)
+    model.critic = nn.Linear(model.config.hidden_size, 1, dtype=torch.float64)
+    patch(model)
+    for output in outputs:
+        add_output(model, output)
+    return model
+
+
+def value_weights(trajectories):
+    """[L] each: of every token, the first and the last included."""
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randn(len(row), generator=generator, dtype=torch.float64) for row in trajectories]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_5_text"])
+def test_values_of_rows(family, execution, checkpointing):
+    """A critic's value of every row, leaves too, and every gradient of log-probs and values together."""
+    model, trajectories = with_critic(family, VALUE), rows()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    weights, of_values = random_weights(trajectories, torch.float64), value_weights(trajectories)
+    with float64_everywhere(model):
+        window = TreeWindow(trajectories, planner(execution))
+        found = window_values(model, window, ("log_prob", "value")).rows
+        paths = [torch.from_numpy(window.tree.path(i)) for i in range(len(trajectories))]
+        values = [found["value"][path] for path in paths]
+        log_probs = [found["log_prob"][path[1:]] for path in paths]
+        pairs = [*zip(log_probs, weights, strict=True), *zip(values, of_values, strict=True)]
+        sum((value * weight).sum() for value, weight in pairs).backward()
+        got = gradients(model)
+        model.zero_grad()
+        unpatch(model)
+        expected_values = []
+        for row, weight, of_value in zip(trajectories, weights, of_values, strict=True):
+            hidden = model.model(input_ids=torch.from_numpy(row)[None], use_cache=False).last_hidden_state[0]
+            expected_values.append(model.critic(hidden)[:, 0])
+            loss = (trajectory_log_probs(model, row) * weight).sum() + (expected_values[-1] * of_value).sum()
+            loss.backward()
+    assert_values_close("values", values, [value.detach() for value in expected_values])
+    assert_gradients_close(got, gradients(model), GRADIENT_TOLERANCE)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_sums(execution):
+    """A router's probabilities summed over all trajectories, whatever the cut, and their gradients."""
+    model, trajectories = with_critic("qwen3_next", ROUTER), rows()
+    model.set_experts_implementation("eager")
+    with float64_everywhere(model):
+        window = TreeWindow(trajectories, planner(execution))
+        total = window_values(model, window, ("log_prob", "router")).sums["router"]
+        of_router = torch.randn(total.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        (total * of_router).sum().backward()
+        got = gradients(model)
+        model.zero_grad()
+        unpatch(model)
+        expected = torch.zeros_like(total)
+        for row in trajectories:
+            ids = torch.from_numpy(row)[None]
+            logits = model.model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits
+            one = torch.stack([layer.softmax(-1).sum(0) for layer in logits])
+            (one * of_router).sum().backward()
+            expected += one.detach()
+    assert_values_close("sums", [total], [expected])
+    assert_gradients_close(got, gradients(model), GRADIENT_TOLERANCE)
+
+
+class OtherRankHasMore(Ranks):
+    """Two ranks, of which the other one has twelve microbatches: this one fills up with dummies."""
+
+    count = 2
+
+    def agree(self, *numbers):
+        """The other one's number is the larger."""
+        return tuple(max(number, 12) for number in numbers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_backward_touches_every_parameter(family):
+    """Microbatches that nothing is asked of, and dummies, are connected to the head, the critic and the routers.
+
+    DDP and ZeRO wait for every parameter, FSDP2 hooks what a forward returns: an output that is missing would hang
+    them or leave gradients out.
+    """
+    has_router = "experts" in repr(tiny_model(family)) and family != "bailing_hybrid" and family != "kimi_linear"
+    model = with_critic(family, VALUE, *([ROUTER] if has_router else []))
+    names = (*LABEL_VALUES, "value", *(["router"] if has_router else []))
+    window = TreeWindow(rows(), planner("replay"))
+    parameters = dict(model.named_parameters())
+    touched, outputs = [], []
+    model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+
+    def backward(scalar):
+        found = torch.autograd.grad(scalar, list(parameters.values()), retain_graph=True, allow_unused=True)
+        touched.append({name for name, gradient in zip(parameters, found, strict=True) if gradient is not None})
+        scalar.backward()
+
+    run = WindowRun(model, window, ranks=OtherRankHasMore())
+    scores = run.score(names)
+    nothing = TreeValues(
+        rows={name: torch.zeros_like(value) for name, value in scores.rows.items()},
+        sums={name: torch.zeros_like(value) for name, value in scores.sums.items()},
+    )
+    nothing.rows["log_prob"][window.batches[0].labels.tree_rows] = 1.0  # all others score nothing
+    run.backward(nothing, backward)
+    assert len(touched) == 12 > len(window.batches)
+    for found in touched:
+        assert found == set(parameters)
+    for output in outputs:
+        assert {kind: tuple(values) for kind, values in output.items()} == {
+            "rows": (*LABEL_VALUES, "value"),
+            "sums": names[3:],
+        }
+        assert all(type(value) is torch.Tensor for values in output.values() for value in values.values())
+
+
+def test_names_that_are_taken_or_missing():
+    """An output is named once, of a module that is there, on a patched model; a run asks for names that there are."""
+    model = with_critic("qwen3_5_text", VALUE)
+    for name in ("value", "log_prob"):
+        with pytest.raises(ValueError, match=f"new name of an output, got '{name}'"):
+            add_output(model, RowValue(name=name, module="critic"))
+    with pytest.raises(ValueError, match="a module 'actor' in Qwen3_5ForCausalLM for the value 'other', got none"):
+        add_output(model, RowValue(name="other", module="actor"))
+    window = TreeWindow(rows())
+    with pytest.raises(ValueError, match="outputs among log_prob, entropy, value, got reward"):
+        window_values(model, window, ("log_prob", "reward"))
+    unpatch(model)
+    with pytest.raises(ValueError, match="expected a patched model"):
+        add_output(model, VALUE)
+    with pytest.raises(ValueError, match="outputs among log_prob, entropy, got value"):
+        window_values(patch(model), window, ("value",))

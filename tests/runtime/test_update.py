@@ -1,0 +1,148 @@
+"""TreeUpdate by itself: the gradient of any loss of named values, scored, unscored or probed, is the stock model's."""
+
+import numpy as np
+import pytest
+import torch
+from support.models import VOCAB, tiny_model
+from support.oracle import assert_gradients_close, float64_everywhere, gradients, trajectory_log_probs
+from support.parity import GRADIENT_TOLERANCE
+from support.trees import branching, random_trajectories
+from torch import nn
+
+from harts_hf import PlannerConfig, patch, unpatch
+from harts_hf.modeling import RowValue, add_output
+from harts_hf.runtime.planning import WindowPlanner
+from harts_hf.runtime.update import TreeUpdate
+
+
+class Rows:
+    """Trajectories as the rows of a slice; log-probs of every token but the first, values of every token."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def trajectories(self):
+        """All of them."""
+        return list(self.rows)
+
+    def stand_in(self):
+        """There always are some."""
+        raise AssertionError
+
+    def index(self, paths):
+        """``[B, L]``, -1 after the end of a row."""
+        table = np.full((len(paths), max(map(len, paths))), -1)
+        for row, path in zip(table, paths, strict=True):
+            row[: len(path)] = path
+        scored = table.copy()
+        scored[:, 0] = -1
+        return {"log_prob": scored, "entropy": scored, "value": table}
+
+
+def slices():
+    """Two ragged slices that share prefixes with one another."""
+    first = branching(65, vocab=VOCAB)
+    return [first[:4], first[4:] + random_trajectories(3, vocab=VOCAB, count=4)]
+
+
+def model_with_critic():
+    """float64, with a value head."""
+    model = tiny_model("qwen3_5_text", dtype=torch.float64)
+    model.critic = nn.Linear(model.config.hidden_size, 1, dtype=torch.float64)
+    patch(model)
+    add_output(model, RowValue(name="value", module="critic"))
+    return model
+
+
+def of_each_row(model, row):
+    """Log-probs ``[L - 1]`` and values ``[L]`` of a trajectory on the unpatched model."""
+    hidden = model.model(input_ids=torch.from_numpy(row)[None], use_cache=False).last_hidden_state[0]
+    return trajectory_log_probs(model, row), model.critic(hidden)[:, 0]
+
+
+def supervised(rows, values):
+    """The negative mean log-prob, by the slice's tokens."""
+    return -values["log_prob"].sum() / sum(len(row) - 1 for row in rows)
+
+
+def actor_critic(rows, values):
+    """Squares of both: a loss whose derivatives depend on values."""
+    return (values["log_prob"] ** 2).sum() / 50 + (values["value"] - 0.3)[:, ::2].square().sum() / 20
+
+
+def expected_supervised(model, rows):
+    return -sum(of_each_row(model, row)[0].sum() for row in rows) / sum(len(row) - 1 for row in rows)
+
+
+def expected_actor_critic(model, rows):
+    total = 0.0
+    longest = max(map(len, rows))
+    for row in rows:
+        log_probs, values = of_each_row(model, row)
+        padded = torch.cat([values, values.new_zeros(longest - len(row))])
+        total = total + (log_probs**2).sum() / 50 + (padded - 0.3)[::2].square().sum() / 20
+    return total
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected", "options", "needed_by"),
+    [
+        (supervised, expected_supervised, {"names": ("log_prob",), "unscored": "always"}, None),
+        (supervised, expected_supervised, {"unscored": "probe"}, None),
+        (supervised, expected_supervised, {"unscored": "never", "reason": "asked"}, "asked"),
+        (actor_critic, expected_actor_critic, {"names": ("log_prob", "value")}, "loss"),
+        (
+            actor_critic,
+            expected_actor_critic,
+            {"names": ("log_prob", "value"), "unscored": "probe"},
+            "loss_of_log_probs",
+        ),
+    ],
+    ids=["always", "probe", "never", "values", "probe-fails"],
+)
+def test_losses(loss, expected, options, needed_by):
+    """Gradient and loss are the unpatched model's; scoring is skipped where that is declared and holds."""
+    model, parts = model_with_critic(), slices()
+    planner = WindowPlanner(config=PlannerConfig(max_tokens_per_microbatch=64, sharing="always"))
+    calls = []
+
+    def counting(rows, values):
+        calls.append(torch.is_grad_enabled())
+        return loss(rows, values)
+
+    with float64_everywhere(model):
+        report = TreeUpdate(model, planner).run(parts, Rows, counting, **options)
+        got = gradients(model)
+        model.zero_grad()
+        unpatch(model)
+        total = sum(expected(model, part) for part in parts)
+        total.backward()
+    assert report.scoring_needed_by == needed_by and report.scoring_skipped == (needed_by is None)
+    assert report.loss.item() == pytest.approx(total.item(), rel=1e-12)
+    assert len(report.window.batches) > 3
+    assert_gradients_close(got, gradients(model), GRADIENT_TOLERANCE)
+    assert not calls[-1] if needed_by is None else calls[-1]
+
+
+def test_score():
+    """Values of a slice in the shape of its index, zeros where nothing is asked for."""
+    model, (part, _) = model_with_critic(), slices()
+    with float64_everywhere(model):
+        found = TreeUpdate(model, WindowPlanner()).score(Rows(part), ("log_prob", "value"))
+        unpatch(model)
+        for number, row in enumerate(part):
+            log_probs, values = of_each_row(model, row)
+            torch.testing.assert_close(found["log_prob"][number, 1 : len(row)], log_probs, rtol=0, atol=1e-10)
+            torch.testing.assert_close(found["value"][number, : len(row)], values, rtol=0, atol=1e-10)
+            assert not found["value"][number, len(row) :].any()
+
+
+def test_a_loss_that_reaches_the_model():
+    """Its gradient by parameters would be lost."""
+    model, parts = model_with_critic(), slices()
+
+    def reaching(rows, values):
+        return supervised(rows, values) + model.critic.weight.sum()
+
+    with pytest.raises(ValueError, match=r"also reaches a trainable tensor of shape \[1, 32\]"):
+        TreeUpdate(model, WindowPlanner()).run(parts, Rows, reaching)
