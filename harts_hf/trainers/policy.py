@@ -83,6 +83,7 @@ class TreePolicy:
 
     Attributes:
         planner: plans windows by the trainer's settings.
+        options: how forwards run.
         slices: of the optimizer step so far.
     """
 
@@ -92,6 +93,15 @@ class TreePolicy:
         cost = with_handed_bytes(config.cost or CostModel(), _handed_sizes(trainer))
         self.planner = WindowPlanner(config=replace(config, cost=cost), vocab_size=vocab_size_of(trainer.model))
         self.ranks = AccelerateRanks(trainer.accelerator)
+        args = trainer.args
+        self.options = RunOptions(
+            temperature=trainer.temperature,  # TRL's own head keeps what it is at the start, too
+            head_in_fp32=getattr(args, "cast_lm_head_to_fp32", False),
+            context=trainer.compute_loss_context_manager,
+            offload=args.tree_offload_handoff,
+            expand_latents=args.tree_handoff_latents == "expanded",
+            deterministic=args.tree_deterministic,
+        )
         self.slices: list[TRLSlice] = []
         self._leaves: SliceLeaves | None = None
         self._settings: SettingsOfSlices | None = None
@@ -154,16 +164,7 @@ class TreePolicy:
             self._settings.restore()
 
     def _update(self, model: nn.Module, device: Any) -> TreeUpdate:
-        args = self.trainer.args
-        options = RunOptions(
-            temperature=self.trainer.temperature,
-            head_in_fp32=getattr(args, "cast_lm_head_to_fp32", False),
-            context=self.trainer.compute_loss_context_manager,
-            offload=args.tree_offload_handoff,
-            expand_latents=args.tree_handoff_latents == "expanded",
-            deterministic=args.tree_deterministic,
-        )
-        return TreeUpdate(model, self.planner, options, ranks=self.ranks, device=device)
+        return TreeUpdate(model, self.planner, self.options, ranks=self.ranks, device=device)
 
     def _reason_to_score(self, one: TRLSlice) -> str | None:
         assert self._settings is not None
