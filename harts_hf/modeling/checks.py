@@ -20,9 +20,6 @@ LOGIT_SCALES = (
     "lm_head_multiplier",
     "logits_scaling",
 )
-# Configuration keys of lightning attention's layers. Ling-2.6 shares its model_type with Ling-3.0, and Transformers
-# would build Ling-3.0's layers from it.
-LIGHTNING_KEYS = ("group_norm_size", "linear_silu", "linear_rope", "linear_mode")
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
@@ -43,6 +40,7 @@ def check_model(model: nn.Module, family: Family) -> None:
         if not hasattr(family.module, getattr(family, name)):
             raise UnsupportedModelError(f"transformers has no {getattr(family, name)} in {family.module.__name__}")
     _check_layers(config)
+    family.check_config(config)
     _check_convolutions(model)
     _check_rope(config)
     _check_head(model, config)
@@ -76,12 +74,6 @@ def _check_layers(config: Any) -> None:
         raise UnsupportedModelError(
             f"expected layers of types {sorted(LAYER_TYPES)}, got {unknown} (sliding windows, indexers, lightning "
             "attention and Mamba layers are not supported)"
-        )
-    lightning = [key for key in LIGHTNING_KEYS if getattr(config, key, None) not in (None, False)]
-    if lightning:
-        raise UnsupportedModelError(
-            f"expected Ling-3.0's KDA layers, got a configuration of lightning attention ({', '.join(lightning)}, as "
-            "Ling-2.6 has)"
         )
     if "linear_attention" not in config.layer_types:
         raise UnsupportedModelError("expected at least one linear_attention layer, got none")
