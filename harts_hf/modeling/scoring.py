@@ -9,6 +9,7 @@ from transformers.utils import ModelOutput
 from harts_hf.batch import LabelTable, TreeBatch
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.kernels.logprobs import token_logprobs
+from harts_hf.modeling.adapters import check_adapters
 from harts_hf.modeling.checks import check_checkpointing, check_dropout
 
 # A dict reaches every layer as it is, so Transformers builds no mask (it would be N x N and wrong).
@@ -64,6 +65,7 @@ def tree_forward(
         raise ValueError(f"expected harts and harts_score and nothing else, got {got}")
     check_checkpointing(self)
     check_dropout(self)
+    check_adapters(self)
     check_head(self)
     hidden = self.base_model(
         input_ids=harts.input_ids,
