@@ -1,11 +1,14 @@
 """What tree training refuses, by name, before anything is computed."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from harts_hf.batch.handoff import CONV_ANCESTORS
 from harts_hf.errors import UnsupportedModelError
@@ -20,10 +23,14 @@ LOGIT_SCALES = (
     "lm_head_multiplier",
     "logits_scaling",
 )
-# Configuration keys of lightning attention's layers. Ling-2.6 shares its model_type with Ling-3.0, and Transformers
-# would build Ling-3.0's layers from it.
-LIGHTNING_KEYS = ("group_norm_size", "linear_silu", "linear_rope", "linear_mode")
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# Dimensions of a device mesh that split a model's layers, its sequences or its experts, by their usual names.
+SPLITTING = {"tp": "tensor", "cp": "context", "sp": "sequence", "pp": "pipeline", "ep": "expert"}
+REENTRANT_MESSAGE = (
+    "expected non-reentrant activation checkpointing, got use_reentrant=True: pass "
+    'gradient_checkpointing_kwargs={"use_reentrant": False}; for adapters under ZeRO-3 TRL sets it to True '
+    "whatever is passed, and there only gradient_checkpointing=False helps"
+)
 
 
 def check_versions() -> None:
@@ -42,7 +49,9 @@ def check_model(model: nn.Module, family: Family) -> None:
     for name in ("linear_mixer", "full_mixer"):
         if not hasattr(family.module, getattr(family, name)):
             raise UnsupportedModelError(f"transformers has no {getattr(family, name)} in {family.module.__name__}")
+    check_parallelism(model)
     _check_layers(config)
+    family.check_config(config)
     _check_convolutions(model)
     _check_rope(config)
     _check_head(model, config)
@@ -63,11 +72,65 @@ def check_checkpointing(model: nn.Module) -> None:
         if function is None or not getattr(module, "gradient_checkpointing", False):
             continue
         if getattr(function, "keywords", {}).get("use_reentrant", False):
-            raise UnsupportedModelError(
-                "expected non-reentrant activation checkpointing, got use_reentrant=True: pass "
-                'gradient_checkpointing_kwargs={"use_reentrant": False}'
-            )
+            raise UnsupportedModelError(REENTRANT_MESSAGE)
         return
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raises UnsupportedModelError for a model of which no parameter would be trained."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UnsupportedModelError(
+            "expected at least one parameter that requires gradients, got none: nothing would be trained (PEFT loads "
+            "adapters frozen unless PeftModel.from_pretrained is given is_trainable=True)"
+        )
+
+
+def check_experts(model: nn.Module, *, zero3: bool) -> None:
+    """Raises UnsupportedModelError for experts that run one by one under ZeRO-3.
+
+    Each expert that a microbatch's tokens hit calls the activation, a module of its own, so the sequence of module
+    calls follows the tokens. DeepSpeed compares that sequence between ranks in collectives, and ranks whose
+    microbatches hit other experts wait for one another for ever.
+    """
+    config: Any = model.config
+    has_experts = any(type(module).__name__.endswith("Experts") for module in model.modules())
+    if zero3 and has_experts and config._experts_implementation == "eager":
+        raise UnsupportedModelError(
+            "expected experts that all run at once under ZeRO-3 (ranks would hang), got experts_implementation="
+            "'eager': load the model with 'grouped_mm' or 'batched_mm', or call set_experts_implementation"
+        )
+
+
+def check_parallelism(model: nn.Module) -> None:
+    """Raises UnsupportedModelError for a model whose layers, sequences or experts are split over processes.
+
+    The data dimensions of FSDP are no such split: a forward gathers what it reads.
+    """
+    config: Any = model.config
+    if getattr(model, "_device_mesh", None) is not None:  # as from_pretrained(distributed_config=...) leaves it
+        loaded = config.distributed_config
+        check_parallel_sizes({SPLITTING[name]: getattr(loaded, f"{name}_size", 1) for name in ("tp", "pp", "ep")})
+    is_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        dims = parameter.device_mesh.mesh_dim_names or ()
+        splitting = [SPLITTING[part] for dim in dims for part in dim.split("_") if part in SPLITTING]
+        if splitting or not is_fsdp:
+            raise UnsupportedModelError(
+                f"expected parameters that are whole or sharded by FSDP2, got {name} on a device mesh of dimensions "
+                f"{dims or 'without names'}: {splitting[0] if splitting else 'tensor'} parallelism is not supported"
+            )
+
+
+def check_parallel_sizes(sizes: Mapping[str, int | None]) -> None:
+    """Raises UnsupportedModelError for more than one process in a kind of parallelism ("tensor", "context", ...)."""
+    for kind, size in sizes.items():
+        if size is not None and size > 1:
+            raise UnsupportedModelError(
+                f"expected data parallelism only (DDP, FSDP2 or DeepSpeed), got {kind} parallelism over {size} "
+                "processes"
+            )
 
 
 def _check_layers(config: Any) -> None:
@@ -76,12 +139,6 @@ def _check_layers(config: Any) -> None:
         raise UnsupportedModelError(
             f"expected layers of types {sorted(LAYER_TYPES)}, got {unknown} (sliding windows, indexers, lightning "
             "attention and Mamba layers are not supported)"
-        )
-    lightning = [key for key in LIGHTNING_KEYS if getattr(config, key, None) not in (None, False)]
-    if lightning:
-        raise UnsupportedModelError(
-            f"expected Ling-3.0's KDA layers, got a configuration of lightning attention ({', '.join(lightning)}, as "
-            "Ling-2.6 has)"
         )
     if "linear_attention" not in config.layer_types:
         raise UnsupportedModelError("expected at least one linear_attention layer, got none")
@@ -109,9 +166,14 @@ def _check_rope(config: Any) -> None:
 def _check_head(model: Any, config: Any) -> None:
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
+        hint = "leave lm_head out of target_modules and modules_to_save"
+        if type(head).__name__ == "TrainableTokensWrapper":
+            hint = (
+                "with tied embeddings trainable_token_indices trains rows of the head too; untie them or leave it out"
+            )
         raise UnsupportedModelError(
             f"expected a plain nn.Linear as the language-model head, got {type(head).__name__} (adapters on the head "
-            "are not supported: leave lm_head out of target_modules)"
+            f"are not supported: {hint})"
         )
     for name in LOGIT_SCALES:
         if getattr(config, name, None) not in (None, 1, 1.0):

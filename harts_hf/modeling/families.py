@@ -1,17 +1,38 @@
-"""The model families that tree training knows, one entry each.
+"""The model families that tree training knows, one entry each, and all that they differ in.
 
-A family is supported by naming its two token mixers and the function through which its linear layers run their
-recurrent rule. Nothing of the model files is copied: see :mod:`harts_hf.modeling.mixers`.
+A family is supported by naming its two token mixers, the function through which its linear layers run their recurrent
+rule, and what its layers hand over. Nothing of the model files is copied: see :mod:`harts_hf.modeling.mixers`.
 """
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal
+from typing import Any
 
 from torch import nn
 
 from harts_hf.errors import UnsupportedModelError
+from harts_hf.kernels.linear_attention import TreeLinearOutput, tree_gated_delta_rule, tree_kimi_delta_rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearShape:
+    """Sizes of one linear-attention layer.
+
+    Attributes:
+        heads: of the state, with a beta each.
+        keys: dimension of a head's keys.
+        values: dimension of a head's values.
+        conv_channels: of the convolution, which are those of q, k and v together.
+        decays: per token.
+    """
+
+    heads: int
+    keys: int
+    values: int
+    conv_channels: int
+    decays: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +45,27 @@ class Family:
         linear_mixer: class of the linear-attention layers, by its exact name.
         full_mixer: class of the full-attention layers. (A name ending in ``LinearAttention`` says nothing:
             ``KimiLinearAttention`` is the *full* attention of ``kimi_linear``.)
-        rule: ``"gated_delta"`` (GDN, one decay a head) or ``"kimi_delta"`` (KDA, one decay a channel).
+        rule: the operation on trees in place of the chunkwise rule.
         rule_function: the name that the linear mixer's forward calls for the chunkwise rule.
+        linear_shape: sizes of a linear layer, from the configuration.
+        key_elements: elements of keys and values that one token hands over in one full-attention layer, from the
+            configuration and whether an MLA hands over keys and values (``expand_latents``) or latents.
+        gate_projections: names of the linear mixer's projections that make decays and betas.
+        rounds_decays: whether the linear mixer rounds decays to the hidden states' dtype; else they are float32.
+        check_config: raises UnsupportedModelError for a configuration of another architecture with this model_type.
     """
 
     model_type: str
     module_name: str
     linear_mixer: str
     full_mixer: str
-    rule: Literal["gated_delta", "kimi_delta"]
+    rule: Callable[..., TreeLinearOutput]
     rule_function: str
+    linear_shape: Callable[[Any], LinearShape]
+    key_elements: Callable[[Any, bool], int]
+    gate_projections: tuple[str, ...]
+    rounds_decays: bool = False
+    check_config: Callable[[Any], None] = lambda config: None
 
     @property
     def module(self) -> ModuleType:
@@ -45,37 +77,82 @@ class Family:
         return getattr(self.module, name)
 
 
-def _gated_delta(model_type: str, module_name: str, prefix: str) -> Family:
+def _gated_shape(config: Any) -> LinearShape:
+    heads, keys, values = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    channels = 2 * config.linear_num_key_heads * keys + heads * values
+    return LinearShape(heads=heads, keys=keys, values=values, conv_channels=channels, decays=heads)
+
+
+def _kimi_shape(config: Any) -> LinearShape:
+    heads, dim = config.linear_num_heads, config.linear_head_dim
+    return LinearShape(heads=heads, keys=dim, values=dim, conv_channels=3 * heads * dim, decays=heads * dim)
+
+
+def _grouped_keys(config: Any, expand_latents: bool) -> int:
+    # Configurations may leave the head dim out, as Olmo's do.
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_key_value_heads * head_dim
+
+
+def _latent_keys(config: Any, expand_latents: bool) -> int:
+    if not expand_latents:
+        return config.kv_lora_rank + config.qk_rope_head_dim
+    return config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+
+
+def _refuse_lightning(config: Any) -> None:
+    """Ling-2.6 shares its model_type with Ling-3.0, and Transformers would build Ling-3.0's layers from it."""
+    keys = ("group_norm_size", "linear_silu", "linear_rope", "linear_mode")
+    found = [key for key in keys if getattr(config, key, None) not in (None, False)]
+    if found:
+        raise UnsupportedModelError(
+            f"expected Ling-3.0's KDA layers, got a configuration of lightning attention ({', '.join(found)}, as "
+            "Ling-2.6 has)"
+        )
+
+
+def _gated_delta(model_type: str, module_name: str, prefix: str, *gate_projections: str) -> Family:
+    """GDN, one decay per head."""
     return Family(
         model_type=model_type,
         module_name=module_name,
         linear_mixer=f"{prefix}GatedDeltaNet",
         full_mixer=f"{prefix}Attention",
-        rule="gated_delta",
+        rule=tree_gated_delta_rule,
         rule_function="torch_chunk_gated_delta_rule",
+        linear_shape=_gated_shape,
+        key_elements=_grouped_keys,
+        gate_projections=gate_projections,
     )
 
 
-def _kimi_delta(model_type: str, prefix: str) -> Family:
+def _kimi_delta(model_type: str, prefix: str, *gate_projections: str, **differences: Any) -> Family:
+    """KDA, one decay per channel, beside MLA."""
     return Family(
         model_type=model_type,
         module_name=model_type,
         linear_mixer=f"{prefix}DeltaAttention",
         full_mixer=f"{prefix}Attention",
-        rule="kimi_delta",
+        rule=tree_kimi_delta_rule,
         rule_function="chunk_kimi_delta_attention",
+        linear_shape=_kimi_shape,
+        key_elements=_latent_keys,
+        gate_projections=gate_projections,
+        **differences,
     )
 
 
 FAMILIES = {
     family.model_type: family
     for family in (
-        _kimi_delta("bailing_hybrid", "BailingHybrid"),
-        _gated_delta("qwen3_5_text", "qwen3_5", "Qwen3_5"),
-        _gated_delta("qwen3_5_moe_text", "qwen3_5_moe", "Qwen3_5Moe"),
-        _gated_delta("qwen3_next", "qwen3_next", "Qwen3Next"),
-        _kimi_delta("kimi_linear", "KimiLinear"),
-        _gated_delta("olmo_hybrid", "olmo_hybrid", "OlmoHybrid"),
+        _kimi_delta(
+            "bailing_hybrid", "BailingHybrid", "b_proj", "f_proj", rounds_decays=True, check_config=_refuse_lightning
+        ),
+        _gated_delta("qwen3_5_text", "qwen3_5", "Qwen3_5", "in_proj_a", "in_proj_b"),
+        _gated_delta("qwen3_5_moe_text", "qwen3_5_moe", "Qwen3_5Moe", "in_proj_a", "in_proj_b"),
+        _gated_delta("qwen3_next", "qwen3_next", "Qwen3Next", "in_proj_ba"),
+        _kimi_delta("kimi_linear", "KimiLinear", "b_proj", "f_a_proj", "f_b_proj"),
+        _gated_delta("olmo_hybrid", "olmo_hybrid", "OlmoHybrid", "a_proj", "b_proj"),
     )
 }
 

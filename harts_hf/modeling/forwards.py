@@ -6,6 +6,7 @@ import torch
 
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.kernels.logprobs import token_logprobs
+from harts_hf.modeling.adapters import check_adapters
 from harts_hf.modeling.checks import check_checkpointing, check_dropout
 from harts_hf.modeling.outputs import ENTROPY, LABEL_VALUES, LOG_PROB, RowValue, Sum
 from harts_hf.modeling.tree_pass import TreePass
@@ -33,6 +34,7 @@ def tree_forward(self: Any, *args: Any, harts: TreePass | None = None, **kwargs:
         raise ValueError(f"expected harts to be a TreePass, got {type(harts).__name__}")
     check_checkpointing(self)
     check_dropout(self)
+    check_adapters(self)
     check_head(self)
     batch, wanted, outputs = harts.batch, harts.wanted, self._harts_outputs
     unknown = [name for name in wanted.names if name not in outputs and name not in LABEL_VALUES]

@@ -17,14 +17,12 @@ from torch import nn
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.kernels.attention import tree_attention
 from harts_hf.kernels.conv import tree_causal_conv1d
-from harts_hf.kernels.linear_attention import tree_gated_delta_rule, tree_kimi_delta_rule
 from harts_hf.modeling.boundary import export_rows, export_states, import_rows, imported
 from harts_hf.modeling.families import Family
 from harts_hf.modeling.tree_pass import TreePass
 
 CONV_FUNCTION = "causal_conv1d_fn"
 ATTENTION_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
-_RULES = {"gated_delta": tree_gated_delta_rule, "kimi_delta": tree_kimi_delta_rule}
 
 
 class TreeMixer(nn.Module):
@@ -41,13 +39,12 @@ class TreeMixer(nn.Module):
 def tree_linear_class(stock: type[nn.Module], family: Family) -> type[nn.Module]:
     """A subclass of a linear mixer that runs on a tree when it is given a plan."""
     raw_forward = _raw_forward(stock, {CONV_FUNCTION, family.rule_function})
-    rule = _RULES[family.rule]
 
     def forward(self: nn.Module, *args: Any, harts: TreePass | None = None, **kwargs: Any) -> torch.Tensor:
         if harts is None:
             return stock.forward(self, *args, **kwargs)
         layer: Any = self.layer_idx
-        names = {CONV_FUNCTION: _conv_on(harts, layer), family.rule_function: _rule_on(harts, layer, rule)}
+        names = {CONV_FUNCTION: _conv_on(harts, layer), family.rule_function: _rule_on(harts, layer, family.rule)}
         return _rebind(raw_forward, names)(self, *args, **kwargs)
 
     return _subclass(stock, forward)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from harts_hf.errors import UnsupportedModelError
+from harts_hf.modeling.adapters import check_adapters
 from harts_hf.modeling.checks import check_model, check_versions
 from harts_hf.modeling.families import Family, family_of
 from harts_hf.modeling.forwards import check_head, has_tree_head, head_forward, tree_forward
@@ -31,6 +32,7 @@ def patch(model: nn.Module) -> nn.Module:
         UnsupportedModelError: a family, layer, setting or library version that is not supported; the message names it.
     """
     base = causal_lm_of(model)
+    check_adapters(model)
     if is_patched(base):
         check_head(base)
         return model
@@ -133,28 +135,20 @@ def causal_lm_of(model: nn.Module) -> Any:
     """The causal language model itself, inside a PEFT model if there is one.
 
     Raises:
-        UnsupportedModelError: a wrapper that changes what the model is given.
+        UnsupportedModelError: another wrapper.
     """
     if type(model).__name__ == "OptimizedModule":
         raise UnsupportedModelError("expected an uncompiled model, got one from torch.compile")
     if isinstance(model, nn.DataParallel):
         raise UnsupportedModelError("expected one model per process, got torch.nn.DataParallel")
-    configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
-    if configs and hasattr(model, "get_base_model"):
-        for config in configs.values():
-            if getattr(config, "is_prompt_learning", False):
-                raise UnsupportedModelError(
-                    f"expected an adapter that leaves the sequence alone (LoRA), got {config.peft_type}: prompt "
-                    "learning adds positions"
-                )
-        return model.get_base_model()  # type: ignore[operator]
-    return model
+    is_peft = bool(getattr(model, "peft_config", None)) and hasattr(model, "get_base_model")
+    return model.get_base_model() if is_peft else model  # type: ignore[operator]
 
 
 def vocab_size_of(model: nn.Module) -> int:
-    """How many token ids the embedding knows; also of an embedding with an adapter, or whose weight is sharded."""
-    embedding = causal_lm_of(model).get_input_embeddings()
-    return int(getattr(embedding, "base_layer", embedding).num_embeddings)
+    """How many token ids the embedding knows; also of one inside an adapter's wrapper, or whose weight is sharded."""
+    modules = causal_lm_of(model).get_input_embeddings().modules()
+    return next(module.num_embeddings for module in modules if isinstance(module, nn.Embedding))
 
 
 def _find_mixers(model: Any, family: Family) -> list[tuple[nn.Module, type[nn.Module]]]:

@@ -1,7 +1,6 @@
 """Bytes of what microbatches of a model hand to one another, from its configuration."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -42,29 +41,28 @@ def handed_sizes(
         expand_latents: whether an MLA hands over keys and values instead of latents.
     """
     base = causal_lm_of(model)
-    config, rule = base.config, family_of(base).rule
-    heads, keys, values, conv = _kimi(config) if rule == "kimi_delta" else _gated(config)
-    decays = heads * keys if rule == "kimi_delta" else heads
+    config, family = base.config, family_of(base)
+    shape = family.linear_shape(config)
     narrow, wide = dtype.itemsize, max(4, dtype.itemsize)
     key = (keys_dtype or dtype).itemsize
-    linear = conv + heads  # q, k, v and beta
-    decay = key if config.model_type == "bailing_hybrid" else 4  # the one family that rounds decays to hidden states'
+    linear = shape.conv_channels + shape.heads  # q, k, v and beta
+    decay = key if family.rounds_decays else 4
     full_layers = config.layer_types.count("full_attention")
     linear_layers = config.layer_types.count("linear_attention")
-    row = full_layers * _keys(config, expand_latents=expand_latents)
-    state = linear_layers * heads * keys * values
+    row = full_layers * family.key_elements(config, expand_latents)
+    state = linear_layers * shape.heads * shape.keys * shape.values
     return HandedSizes(
         values={
             "keys": row * key,
             "states": state * wide,
-            "linear": linear_layers * (linear * narrow + decays * decay),
-            "conv": linear_layers * conv * narrow,
+            "linear": linear_layers * (linear * narrow + shape.decays * decay),
+            "conv": linear_layers * shape.conv_channels * narrow,
         },
         gradients={
             "keys": row * max(4, key),
             "states": state * wide,
-            "linear": linear_layers * (linear + decays) * wide,
-            "conv": linear_layers * conv * wide,
+            "linear": linear_layers * (linear + shape.decays) * wide,
+            "conv": linear_layers * shape.conv_channels * wide,
         },
     )
 
@@ -85,26 +83,3 @@ def with_handed_bytes(cost: CostModel, sizes: HandedSizes) -> CostModel:
         gradient_part_of_row=row_gradient / (row + row_gradient) if row else 0.0,
         gradient_part_of_state=state_gradient / (state + state_gradient),
     )
-
-
-def _kimi(config: Any) -> tuple[int, int, int, int]:
-    """Heads of the state, its K and V, and channels of the convolution, which are those of q, k and v."""
-    heads, dim = config.linear_num_heads, config.linear_head_dim
-    return heads, dim, dim, 3 * heads * dim
-
-
-def _gated(config: Any) -> tuple[int, int, int, int]:
-    heads, keys, values = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
-    return heads, keys, values, 2 * config.linear_num_key_heads * keys + heads * values
-
-
-def _keys(config: Any, *, expand_latents: bool) -> int:
-    """Elements of keys and values of one row in one layer."""
-    latents = getattr(config, "kv_lora_rank", None)
-    if not latents:
-        # Configurations may leave it out, as Olmo's do.
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return 2 * config.num_key_value_heads * head_dim
-    if not expand_latents:
-        return latents + config.qk_rope_head_dim
-    return config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)

@@ -1,8 +1,8 @@
 """Notices that a model was changed between the forwards and backwards of one window."""
 
-from collections import defaultdict
-from dataclasses import dataclass
-from typing import Any
+from bisect import bisect_right
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,15 +17,23 @@ class ModelChangedError(RuntimeError):
     """The model is not the one that ran the window's first forward: gradients would be those of neither."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Known:
-    """A parameter as it was."""
+class _Facts(NamedTuple):
+    """What costs nothing to know about a parameter; None where it changes by itself."""
 
-    name: str
-    parameter: nn.Parameter
     version: int | None
     address: int | None
     requires_grad: bool
+
+
+class _Bits(NamedTuple):
+    """Bytes of samples of tensors: those of ``names[i]`` end at ``ends[i]``."""
+
+    names: list[str]
+    ends: list[int]
+    values: torch.Tensor
+
+
+Key = tuple[torch.device, torch.dtype]
 
 
 class ModelGuard:
@@ -37,30 +45,24 @@ class ModelGuard:
     counters (``p.data.copy_``, a merged adapter). A few values changed so in a large parameter may escape the sample.
 
     Not a change is what a step itself does: FSDP2 and ZeRO-3 exchange the tensors that modules hold (their own shards
-    are watched instead, where they can be seen), and forwards may write buffers, such as counts of tokens. Only
-    buffers that are constants are watched: floating-point ones that are not saved, such as rotary frequencies.
+    are watched instead, where they can be seen), PEFT registers parameters anew in another order, and forwards may
+    write buffers, such as counts of tokens. Only buffers that are constants are watched: floating-point ones that are
+    not saved, such as rotary frequencies.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules = [(module, type(module)) for module in model.modules()]
-        parameters = list(model.named_parameters())
         # After a forward FSDP2 may leave parameters whole; those are copies, made anew in each forward.
         is_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
-        watched = [(n, p) for n, p in parameters if isinstance(p, DTensor) or not is_fsdp]
-        rewritten = _rewritten_by_adapters(model)
-        self._parameters = [
-            _Known(
-                name=name,
-                parameter=parameter,
-                version=None if parameter in rewritten else _version(parameter),
-                address=_address(parameter),
-                requires_grad=parameter.requires_grad,
-            )
-            for name, parameter in watched
-        ]
-        self._registered = None if is_fsdp else [parameter for _, parameter in parameters]
-        self._bits = _sample(self._tensors())
+        self._registered = None if is_fsdp else set(model.parameters())
+        self._rewritten = _rewritten_by_adapters(model)
+        self._facts = {
+            (name, parameter): self._facts_of(parameter)
+            for name, parameter in model.named_parameters()
+            if isinstance(parameter, DTensor) or not is_fsdp
+        }
+        self._bits = self._sample()
 
     def check(self) -> None:
         """Compares counters and addresses; no device is waited for.
@@ -68,14 +70,14 @@ class ModelGuard:
         Raises:
             ModelChangedError: a parameter was changed.
         """
-        for known in self._parameters:
-            parameter = known.parameter
-            if known.version is not None and _version(parameter) != known.version:
-                _fail(f"{known.name} was changed in place")
-            if _address(parameter) != known.address:
-                _fail(f"{known.name} was given other storage")
-            if parameter.requires_grad != known.requires_grad:
-                _fail(f"requires_grad of {known.name} was set to {parameter.requires_grad}")
+        for (name, parameter), before in self._facts.items():
+            now = self._facts_of(parameter)
+            if now.version != before.version:
+                _fail(f"{name} was changed in place")
+            if now.address != before.address:
+                _fail(f"{name} was given other storage")
+            if now.requires_grad != before.requires_grad:
+                _fail(f"requires_grad of {name} was set to {now.requires_grad}")
 
     def check_all(self) -> None:
         """:meth:`check`, and compares modules and bits.
@@ -90,21 +92,39 @@ class ModelGuard:
         for module, (before, kind) in zip(modules, self._modules, strict=True):
             if module is not before or type(module) is not kind:
                 _fail(f"a {kind.__name__} was replaced by another module or its class changed (patch, unpatch)")
-        if self._registered is not None:
-            parameters = list(self._model.parameters())
-            same = len(parameters) == len(self._registered)
-            if not same or any(a is not b for a, b in zip(parameters, self._registered, strict=True)):
-                _fail("it has other parameters")
-        now = _sample(self._tensors())
-        if now.keys() != self._bits.keys():
-            _fail("it is on other devices or of other dtypes")
+        if self._registered is not None and set(self._model.parameters()) != self._registered:
+            _fail("it has other parameters")
+        now = self._sample()
+        if _layout(now) != _layout(self._bits):
+            _fail("its constants are on other devices, or of other dtypes or shapes")
         for key, bits in now.items():
-            if not torch.equal(bits, self._bits[key]):
-                _fail(f"values of {_first_difference(self._tensors(), key, bits, self._bits[key])} were replaced")
+            if not torch.equal(bits.values, self._bits[key].values):
+                _fail(f"values of {_first_difference(bits, self._bits[key].values)} were replaced")
 
-    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
-        parameters: list[tuple[str, torch.Tensor]] = [(known.name, known.parameter) for known in self._parameters]
-        return parameters + _constants(self._model)
+    def _facts_of(self, parameter: nn.Parameter) -> _Facts:
+        is_gathered = hasattr(parameter, "ds_tensor")  # ZeRO-3 gathers into the parameter itself
+        return _Facts(
+            version=None if is_gathered or parameter in self._rewritten else parameter._version,
+            address=None if is_gathered or isinstance(parameter, DTensor) else parameter.data_ptr(),
+            requires_grad=parameter.requires_grad,
+        )
+
+    def _sample(self) -> dict[Key, _Bits]:
+        """Evenly spaced values of all watched tensors, by device and dtype: one comparison for each."""
+        parts: dict[Key, list[torch.Tensor]] = {}
+        names: dict[Key, list[str]] = {}
+        for name, tensor in [*self._facts, *_constants(self._model)]:
+            shard = _shard(tensor).detach()
+            if shard.is_meta or not shard.numel():
+                continue
+            # An odd step does not stay in one column of a matrix whose sides are even.
+            step = max(1, shard.numel() // SAMPLES) | 1
+            parts.setdefault((shard.device, shard.dtype), []).append(shard.reshape(-1)[::step])
+            names.setdefault((shard.device, shard.dtype), []).append(name)
+        return {
+            key: _Bits(names[key], list(accumulate(s.nbytes for s in samples)), torch.cat(samples).view(torch.uint8))
+            for key, samples in parts.items()
+        }
 
 
 def _constants(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -125,13 +145,7 @@ def _fail(what: str) -> None:
 
 def _shard(tensor: Any) -> torch.Tensor:
     """What this rank keeps of a tensor throughout a step."""
-    if isinstance(tensor, DTensor):
-        return tensor._local_tensor
-    return getattr(tensor, "ds_tensor", tensor)
-
-
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_tensor")
+    return tensor._local_tensor if isinstance(tensor, DTensor) else getattr(tensor, "ds_tensor", tensor)
 
 
 def _rewritten_by_adapters(model: nn.Module) -> set[nn.Parameter]:
@@ -140,47 +154,10 @@ def _rewritten_by_adapters(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for module in wrappers for parameter in module.base_layer.parameters()}  # type: ignore[union-attr]
 
 
-def _version(parameter: nn.Parameter) -> int:
-    # ZeRO-3 gathers into the parameter itself.
-    return 0 if hasattr(parameter, "ds_tensor") else parameter._version
+def _layout(sample: dict[Key, _Bits]) -> list[tuple[Key, list[str], list[int]]]:
+    return [(key, bits.names, bits.ends) for key, bits in sample.items()]
 
 
-def _address(parameter: nn.Parameter) -> int | None:
-    return None if _is_sharded(parameter) else parameter.data_ptr()
-
-
-Key = tuple[torch.device, torch.dtype]
-
-
-def _sample(tensors: list[tuple[str, torch.Tensor]]) -> dict[Key, torch.Tensor]:
-    """Bits of evenly spaced values of all tensors, by device and dtype."""
-    return {key: torch.cat(parts).view(torch.uint8) for key, parts in _parts(tensors)[0].items()}
-
-
-def _parts(
-    tensors: list[tuple[str, torch.Tensor]],
-) -> tuple[dict[Key, list[torch.Tensor]], dict[Key, list[str]]]:
-    parts, names = defaultdict(list), defaultdict(list)
-    for name, tensor in tensors:
-        shard = _shard(tensor).detach()
-        if shard.is_meta or not shard.numel():
-            continue
-        # An odd step does not stay in one column of a matrix whose sides are even.
-        step = max(1, shard.numel() // SAMPLES) | 1
-        parts[shard.device, shard.dtype].append(shard.reshape(-1)[::step])
-        names[shard.device, shard.dtype].append(name)
-    return parts, names
-
-
-def _first_difference(
-    tensors: list[tuple[str, torch.Tensor]], key: Key, bits: torch.Tensor, before: torch.Tensor
-) -> str:
-    """The name of a tensor that differs."""
-    parts, names = _parts(tensors)
-    if bits.shape == before.shape:
-        place = int((bits != before).nonzero()[0]) // key[1].itemsize
-        for name, part in zip(names[key], parts[key], strict=True):
-            if place < len(part):
-                return name
-            place -= len(part)
-    return "a buffer"  # of another size
+def _first_difference(bits: _Bits, before: torch.Tensor) -> str:
+    """The name of the tensor that differs first."""
+    return bits.names[bisect_right(bits.ends, int((bits.values != before).nonzero()[0]))]

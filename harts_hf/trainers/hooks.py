@@ -7,6 +7,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from harts_hf.modeling import patch
+from harts_hf.modeling.checks import check_trainable
 from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.refusals import AUX_LOSS_MESSAGE, check_settings, check_trl_version
 from harts_hf.trainers.resuming import load_weights
@@ -75,7 +76,12 @@ class TreeHooks:
         return log_probs, entropies, None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's. Slices of a step that an earlier call did not finish are dropped, as its gradients are."""
+        """Trainer's. Slices of a step that an earlier call did not finish are dropped, as its gradients are.
+
+        Raises:
+            UnsupportedModelError: nothing of the model is trainable.
+        """
+        check_trainable(self.model)
         self._tree.slices.clear()
         parent: Any = super()
         return parent.train(*args, **kwargs)

@@ -4,9 +4,12 @@ from typing import Any
 
 import trl
 from packaging.version import Version
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.training_args import OptimizerNames
 
 from harts_hf.errors import UnsupportedModelError
+from harts_hf.modeling.checks import REENTRANT_MESSAGE, check_experts, check_parallel_sizes
+from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.ranks import check_backend
 
 TRL_RANGE = ("1.16", "1.17")
@@ -29,6 +32,10 @@ def check_settings(trainer: Any) -> None:
     """Refuses settings that the tree step would get wrong, before any model is patched."""
     args = trainer.args
     check_backend(trainer.accelerator, args.tree_execution)
+    check_parallel_sizes(
+        {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
+    )
+    check_experts(causal_lm_of(trainer.model), zero3=is_deepspeed_zero3_enabled())
     kwargs = args.gradient_checkpointing_kwargs or {}
     # They step inside the backward, so several times in a window of several microbatches.
     optimizers = [name for name in OptimizerNames if name.endswith(("lomo", "layerwise"))]
@@ -48,11 +55,7 @@ def check_settings(trainer: Any) -> None:
             "ddp_static_graph=True",
         ),
         (args.optim in optimizers, "an optimizer with a step of its own", f"optim={args.optim}"),
-        (
-            args.gradient_checkpointing and kwargs.get("use_reentrant", False),
-            "non-reentrant activation checkpointing",
-            "use_reentrant=True in gradient_checkpointing_kwargs",
-        ),
+        (args.gradient_checkpointing and kwargs.get("use_reentrant", False), "", REENTRANT_MESSAGE),
     ]
     for wrong, expected, got in refused:
         if wrong:

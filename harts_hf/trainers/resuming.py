@@ -1,13 +1,15 @@
 """Loading a checkpoint's weights into a model that is training already."""
 
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils import CONFIG_NAME
 
 
 def load_weights(model: Any, folder: str) -> bool:
-    """Loads a checkpoint as ``from_pretrained`` does, strictly, into ``model``.
+    """Loads a checkpoint as ``from_pretrained`` does, strictly, into ``model``; every tensor as it was saved.
 
     Transformers saves several families under the names of their hub checkpoints (experts one by one, other
     prefixes). ``from_pretrained`` translates them; ``Trainer`` (5.24) loads them by name, not strictly, and leaves
@@ -22,6 +24,9 @@ def load_weights(model: Any, folder: str) -> bool:
     """
     if not (Path(folder) / CONFIG_NAME).is_file() or not list(Path(folder).glob("model*.safetensors")):
         return False
-    loaded = type(model).from_pretrained(folder, dtype=model.dtype)
+    # One dtype for all of a mixed model's tensors: the widest, from which each is rounded back to what was saved.
+    tensors = [tensor for tensor in model.state_dict().values() if tensor.is_floating_point()]
+    widest = reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
+    loaded = type(model).from_pretrained(folder, dtype=widest)
     model.load_state_dict(loaded.state_dict(), strict=True)
     return True

@@ -16,8 +16,6 @@ _BY_NAME = {
     "routers": ("mlp.gate.", "shared_expert_gate."),
     "experts": (".experts.", "shared_expert"),
 }
-# Projections of a linear mixer that make decays and betas; those of output gates count as projections.
-_GATES = ("b_proj", "a_proj", "f_proj", "f_a_proj", "f_b_proj", "in_proj_a", "in_proj_b", "in_proj_ba")
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, str]:
@@ -29,11 +27,11 @@ def parameter_kinds(model: nn.Module) -> dict[str, str]:
     kinds = {}
     for name, _ in model.named_parameters():
         mixer = next((module for prefix, module in mixers.items() if name.startswith(prefix + ".")), None)
-        kinds[name] = _kind(name, mixer, linear)
+        kinds[name] = _kind(name, mixer, linear, family.gate_projections)
     return kinds
 
 
-def _kind(name: str, mixer: nn.Module | None, linear: type[nn.Module]) -> str:
+def _kind(name: str, mixer: nn.Module | None, linear: type[nn.Module], gates: tuple[str, ...]) -> str:
     for kind, parts in _BY_NAME.items():
         if any(part in name for part in parts):
             return kind
@@ -41,5 +39,5 @@ def _kind(name: str, mixer: nn.Module | None, linear: type[nn.Module]) -> str:
         return "MLPs"
     if not isinstance(mixer, linear):
         return "attention projections"
-    is_gate = any(f".{gate}." in name for gate in _GATES)
+    is_gate = any(f".{gate}." in name for gate in gates)  # projections of output gates count as projections
     return "linear attention gates" if is_gate else "linear attention projections"

@@ -4,10 +4,14 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from support.models import VOCAB, tiny_model
+from support.models import FAMILIES, MOE_FAMILIES, VOCAB, tiny_model
 from support.oracle import assert_gradients_close, float64_everywhere, gradients, random_weights, trajectory_log_probs
 from support.trees import random_trajectories
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.distributed import DistributedConfig
 
 from harts_hf import UnsupportedModelError, patch, tree_logprobs
 from harts_hf.modeling import checks, is_patched
@@ -137,8 +141,70 @@ def test_reentrant_checkpointing():
     """Refused at the first forward, when it is known to be on."""
     model = tiny_model("qwen3_5_text")
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(UnsupportedModelError, match="use_reentrant"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"use_reentrant=True.*adapters under ZeRO-3.*gradient_checkpointing=False"
+    ):
         tree_logprobs(model, random_trajectories(0, vocab=VOCAB))
+
+
+@pytest.fixture
+def one_process():
+    """A process group of one."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("dims", "kind"),
+    [(("tp",), "tensor"), (("dp", "tp"), "tensor"), (("dp_shard_cp",), "context"), (None, "tensor")],
+)
+def test_tensor_and_context_parallelism(one_process, dims, kind):
+    """Weights that are split over processes, by the dimensions of their mesh or without FSDP."""
+    mesh = init_device_mesh("cpu", (1,) * len(dims or ("",)), mesh_dim_names=dims)
+    model = tiny_model("qwen3_5_text")
+    linear = model.model.layers[1].mlp.up_proj
+    linear.weight = torch.nn.Parameter(distribute_tensor(linear.weight.detach(), mesh))
+    refused(model, rf"mlp\.up_proj\.weight on a device mesh.*{kind} parallelism is not supported")
+
+
+@pytest.mark.parametrize("dims", [None, ("dp",), ("dp_replicate", "dp_shard")])
+def test_data_parallelism_is_no_split(one_process, dims):
+    """FSDP2's shards are gathered before they are read."""
+    model = tiny_model("qwen3_5_text")
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,) * len(dims or ("",)), mesh_dim_names=dims))
+    patch(model)
+
+
+@pytest.mark.parametrize(("sizes", "kind"), [({"tp_size": 2}, "tensor"), ({"pp_size": 2}, "pipeline")])
+def test_parallelism_of_from_pretrained(sizes, kind):
+    """What Transformers notes on a model that it has loaded in parts."""
+    model = tiny_model("qwen3_5_text")
+    model._device_mesh, model.config.distributed_config = object(), DistributedConfig(**sizes)
+    refused(model, f"data parallelism only.*got {kind} parallelism over 2 processes")
+    with pytest.raises(UnsupportedModelError, match="got context parallelism over 4 processes"):
+        checks.check_parallel_sizes({"tensor": 1, "sequence": None, "context": 4})
+
+
+def test_nothing_to_train():
+    """PEFT's default for a loaded adapter is a frozen one."""
+    model = tiny_model("qwen3_5_text")
+    checks.check_trainable(model)
+    with pytest.raises(UnsupportedModelError, match=r"nothing would be trained.*is_trainable=True"):
+        checks.check_trainable(model.requires_grad_(False))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eager_experts_under_zero_3(family):
+    """Their module calls follow the tokens of each rank; all at once, or without ZeRO-3, they do not matter."""
+    model = tiny_model(family)
+    checks.check_experts(model, zero3=False)
+    if family not in MOE_FAMILIES:
+        return checks.check_experts(model, zero3=True)
+    with pytest.raises(UnsupportedModelError, match=r"experts_implementation='eager'.*'grouped_mm'"):
+        checks.check_experts(model, zero3=True)
+    model.set_experts_implementation("grouped_mm")
+    checks.check_experts(model, zero3=True)
 
 
 def test_plan_with_other_arguments():

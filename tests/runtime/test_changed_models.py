@@ -287,3 +287,13 @@ def test_adapters_of_parameters_are_no_change():
     model, run, coefficients = scored(model=model)
     run.backward(coefficients, torch.Tensor.backward)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+
+
+def test_adapters_of_experts_are_no_change_in_the_first_window():
+    """PEFT registers an adapted parameter anew in each forward, behind those of its module that it does not adapt."""
+    config = LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    model = get_peft_model(tiny_model("qwen3_next"), config)
+    before = [name for name, _ in model.named_parameters()]
+    sum(value.sum() for value in tree_logprobs(model, branching(65, vocab=VOCAB))).backward()
+    after = [name for name, _ in model.named_parameters()]
+    assert before != after and sorted(before) == sorted(after)

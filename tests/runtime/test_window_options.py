@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.models import VOCAB, tiny_model
+from support.models import LATENT_FAMILIES, VOCAB, tiny_model
 from support.parity import check_run_parity
 from support.trees import branching, random_trajectories
 from torch.autograd.graph import save_on_cpu
@@ -12,7 +12,6 @@ from harts_hf.kernels.attention import tree_attention
 from harts_hf.runtime import RunOptions, TreeWindow, WindowRun
 
 RUNS = [("replay", True), ("nested", True), ("keep", False)]
-LATENT_FAMILIES = ["bailing_hybrid", "kimi_linear"]
 
 
 def rows():

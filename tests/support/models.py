@@ -71,6 +71,8 @@ _CONFIGS = {
     "qwen3_next": {**_COMMON, **_GDN, **_LAYERS, **_SOFTMAX_MOE, "intermediate_size": 48},
 }
 FAMILIES = sorted(_CONFIGS)
+LATENT_FAMILIES = [family for family in FAMILIES if "kv_lora_rank" in _CONFIGS[family]]
+MOE_FAMILIES = [family for family in FAMILIES if "moe_intermediate_size" in _CONFIGS[family]]
 
 
 def tiny_model(

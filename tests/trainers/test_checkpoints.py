@@ -18,6 +18,7 @@ from support.models import FAMILIES, tiny_model
 from support.trainer_runs import TIMED
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
+from harts_hf.trainers.resuming import load_weights
 
 # Loads checkpoints as anybody would, and says what they hold.
 LOAD_ELSEWHERE = """
@@ -51,10 +52,16 @@ with torch.no_grad():
 
 
 def train(
-    folder: Path, *, family: str = "qwen3_5_text", resume: str | None = None, lora: LoraConfig | None = None, **options
+    folder: Path,
+    *,
+    family: str = "qwen3_5_text",
+    dtype: torch.dtype = torch.float32,
+    resume: str | None = None,
+    lora: LoraConfig | None = None,
+    **options,
 ) -> TreeGRPOTrainer:
     """Trains a fresh model on recorded rollouts, from a checkpoint if ``resume`` names one."""
-    model = tiny_model(family, seed=1)
+    model = tiny_model(family, dtype=dtype, seed=1)
     if hasattr(model.config, "router_aux_loss_coef"):
         model.config.router_aux_loss_coef = 0.0  # not what is tested here
     trainer = TreeGRPOTrainer(
@@ -175,3 +182,65 @@ def test_resumed_run_equals_the_uninterrupted_one(name, tmp_path):
         for key, value in expected_entry.items():
             if not key.endswith((*TIMED, "_seconds")):
                 assert got_entry[key] == value, key
+
+
+def bfloat16_with_float32_gates(model):
+    """The usual mixture: norms and gates in float32, a router's correction too, and the head as TRL casts it."""
+    model.to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "A_log" in name or "dt_bias" in name:
+            parameter.data = parameter.data.float()
+    for name, buffer in model.named_buffers():
+        if "correction_bias" in name:
+            buffer.data = buffer.data.float()
+    model.lm_head.float()
+
+
+def float32_with_frozen_bfloat16_embedding(model):
+    """The dtype of the first parameter is the narrower one."""
+    model.model.embed_tokens.to(torch.bfloat16).requires_grad_(False)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("mix", [bfloat16_with_float32_gates, float32_with_frozen_bfloat16_embedding])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_is_loaded_as_it_was_saved(family, mix, sharded, tmp_path):
+    """A model of several dtypes gets back the bits of each tensor, from one file and from several."""
+    saved, model = tiny_model(family, seed=1), tiny_model(family, seed=2)
+    for one in (saved, model):
+        mix(one)
+        with torch.no_grad():
+            for parameter in one.parameters():  # fills the mantissa
+                parameter.mul_(1 + torch.rand(parameter.shape) / 3)
+    saved.save_pretrained(tmp_path, max_shard_size="20kB" if sharded else "5GB")
+    assert (len(list(tmp_path.glob("model*.safetensors"))) > 1) == sharded
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    assert {torch.float32, torch.bfloat16} <= set(dtypes.values())
+    assert load_weights(model, str(tmp_path))
+    for name, tensor in saved.state_dict().items():
+        loaded = model.state_dict()[name]
+        assert loaded.dtype == dtypes[name] == tensor.dtype and torch.equal(loaded, tensor), name
+
+
+def test_tied_weights_are_loaded_as_they_were_saved(tmp_path):
+    """The head and the embedding stay one parameter."""
+    saved, model = (tiny_model("qwen3_5_text", seed=seed, tie_word_embeddings=True) for seed in (1, 2))
+    for one in (saved, model):
+        one.to(torch.bfloat16)
+        one.model.norm.float()
+        one.model.norm.weight.data.add_(torch.rand(32) / 3)
+    saved.save_pretrained(tmp_path)
+    assert load_weights(model, str(tmp_path))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for (name, tensor), (_, loaded) in zip(saved.named_parameters(), model.named_parameters(), strict=True):
+        assert loaded.dtype == tensor.dtype and torch.equal(loaded, tensor), name
+
+
+def test_resuming_a_head_in_float32(tmp_path):
+    """A bfloat16 policy whose head TRL keeps in float32 goes on with the head that it had."""
+    options = {"max_steps": 2, "save_steps": 1, "cast_lm_head_to_fp32": True, "dtype": torch.bfloat16}
+    whole = train(tmp_path, learning_rate=1e-3, **options)
+    resumed = train(tmp_path / "resumed", resume=str(tmp_path / "checkpoint-1"), learning_rate=1e-3, **options)
+    assert {p.dtype for p in whole.model.parameters()} == {torch.float32, torch.bfloat16}
+    for (name, expected), got in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(got, expected), name

@@ -7,7 +7,7 @@ from functools import wraps
 import numpy as np
 import pytest
 import torch
-from support.models import FAMILIES, VOCAB, tiny_model
+from support.models import FAMILIES, MOE_FAMILIES, VOCAB, tiny_model
 from support.oracle import float64_everywhere
 from support.trees import branching, random_trajectories
 
@@ -72,10 +72,7 @@ def test_every_parameter_has_a_kind(family):
     assert {name for name, kind in kinds.items() if kind == "A_log"} == {n for n in kinds if n.endswith("A_log")}
     of_full_layer = {kind for name, kind in kinds.items() if ".layers.1." in name}
     assert not of_full_layer & {"A_log", "convolutions", "linear attention gates", "linear attention projections"}
-    assert ("experts" in kinds.values()) == ("routers" in kinds.values()) == ("moe" in family or family in MOE)
-
-
-MOE = ("bailing_hybrid", "kimi_linear", "qwen3_next")
+    assert ("experts" in kinds.values()) == ("routers" in kinds.values()) == (family in MOE_FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,13 +7,13 @@ dK and dV too. ``deterministic=True`` selects the "flex" backend.
 
 import functools
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from harts_hf.batch import AttentionIntervals
 from harts_hf.kernels.attention.flash_blocks import BlockLists, block_lists
 from harts_hf.kernels.attention.flash_config import DENSE_TILE, backward_tile, marked
+from harts_hf.kernels.caching import kept_with_table
 
 # (head dim of q and k, of v) -> (queries, keys) of a block, forward and backward: FA4's own tiles on Hopper.
 TILES = {
@@ -21,8 +21,6 @@ TILES = {
     (192, 128): ((128, 128), (64, 96)),
     (256, 256): ((128, 80), DENSE_TILE),  # where this FA4 has it: see flash_config
 }
-
-_addresses: WeakKeyDictionary[AttentionIntervals, Any] = WeakKeyDictionary()
 
 
 @functools.cache
@@ -93,16 +91,21 @@ def _as_flash(lists: BlockLists) -> Any:
 
 
 def mask_of(intervals: AttentionIntervals) -> dict[str, Any]:
-    """FA4's arguments for the mask of partial tiles; made once for ``intervals``, as the block lists are."""
-    from harts_hf.kernels.attention.flash_mask import address_of, interval_mask
+    """FA4's arguments for the mask of partial tiles."""
+    from harts_hf.kernels.attention.flash_mask import interval_mask
 
-    if intervals not in _addresses:
-        words = pack_intervals(intervals, padding=max(tile[1] for tiles in TILES.values() for tile in tiles))
-        address = address_of(words)
-        # FA4's backward reads the words again and knows only their address: they live as long as that does.
-        address.words = words
-        _addresses[intervals] = address
-    return {"mask_mod": interval_mask, "aux_scalars": (_addresses[intervals],)}
+    return {"mask_mod": interval_mask, "aux_scalars": (_address(intervals),)}
+
+
+@kept_with_table
+def _address(intervals: AttentionIntervals) -> Any:
+    from harts_hf.kernels.attention.flash_mask import address_of
+
+    words = pack_intervals(intervals, padding=max(tile[1] for tiles in TILES.values() for tile in tiles))
+    address = address_of(words)
+    # FA4's backward reads the words again and knows only their address: they live as long as that does.
+    address.words = words
+    return address
 
 
 def pack_intervals(intervals: AttentionIntervals, *, padding: int) -> torch.Tensor:

@@ -6,11 +6,11 @@ too many for handed keys, which costs its time and changes nothing.
 """
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 
 from harts_hf.batch import AttentionIntervals
+from harts_hf.kernels.caching import kept_with_table
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -37,21 +37,11 @@ class BlockLists:
         return self.partial_count.sum() + self.full_count.sum()
 
 
-_cache: WeakKeyDictionary[AttentionIntervals, dict[tuple[int, int, int, bool], BlockLists]] = WeakKeyDictionary()
-
-
+@kept_with_table
 def block_lists(
     intervals: AttentionIntervals, num_queries: int, block_size: tuple[int, int], *, by_key: bool
 ) -> BlockLists:
     """The lists by block of queries, or by block of keys if ``by_key``; kept as long as ``intervals`` lives."""
-    lists = _cache.setdefault(intervals, {})
-    key = (num_queries, *block_size, by_key)
-    if key not in lists:
-        lists[key] = _build(intervals, num_queries, block_size, by_key)
-    return lists[key]
-
-
-def _build(intervals: AttentionIntervals, num_queries: int, block_size: tuple[int, int], by_key: bool) -> BlockLists:
     if intervals.lo.is_cuda:
         from harts_hf.kernels.attention.triton_blocks import build_lists as build
     else:

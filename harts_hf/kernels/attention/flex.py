@@ -5,7 +5,6 @@ The block mask comes from the intervals' extremes, not from ``create_block_mask`
 
 import functools
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
 
 import torch
 import torch._dynamo.config
@@ -14,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from harts_hf.batch import AttentionIntervals
 from harts_hf.kernels.attention.flash_blocks import block_lists
+from harts_hf.kernels.caching import kept_with_table
 
 _TILE = (128, 128)
 # ROWS_GUARANTEED_SAFE is not among them: it is safe only where every row sees a key in the first tile that it visits.
@@ -22,7 +22,6 @@ _OPTIONS = {"BACKEND": "TRITON"}  # not the decoding kernel for short parts: one
 # PyTorch's own choice for float32 takes more shared memory than Hopper has at a head dim of 192.
 _FLOAT32_OPTIONS = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2, "fwd_num_warps": 4}
 _MOST_COMPILATIONS = 64
-_masks: WeakKeyDictionary[AttentionIntervals, dict[int, BlockMask]] = WeakKeyDictionary()
 
 
 def tree_attention(
@@ -47,26 +46,24 @@ def tree_attention(
     return out.transpose(1, 2).contiguous()
 
 
+@kept_with_table
 def block_mask(intervals: AttentionIntervals, num_queries: int) -> BlockMask:
     """The block mask of ``intervals``, kept as long as they live."""
-    masks = _masks.setdefault(intervals, {})
-    if num_queries not in masks:
-        by_query, by_key = (block_lists(intervals, num_queries, _TILE, by_key=flag) for flag in (False, True))
-        # Both directions are given: from_kv_blocks would derive the second from the first through a dense table.
-        masks[num_queries] = BlockMask(
-            seq_lengths=(num_queries, len(intervals.lo)),
-            kv_num_blocks=_two_or_more(by_query.partial_count),
-            kv_indices=_two_or_more(by_query.partial_index),
-            full_kv_num_blocks=_two_or_more(by_query.full_count),
-            full_kv_indices=_two_or_more(by_query.full_index),
-            q_num_blocks=_two_or_more(by_key.partial_count),
-            q_indices=_two_or_more(by_key.partial_index),
-            full_q_num_blocks=_two_or_more(by_key.full_count),
-            full_q_indices=_two_or_more(by_key.full_index),
-            BLOCK_SIZE=_TILE,
-            mask_mod=_mask_mod(intervals.lo, intervals.hi),
-        )
-    return masks[num_queries]
+    by_query, by_key = (block_lists(intervals, num_queries, _TILE, by_key=flag) for flag in (False, True))
+    # Both directions are given: from_kv_blocks would derive the second from the first through a dense table.
+    return BlockMask(
+        seq_lengths=(num_queries, len(intervals.lo)),
+        kv_num_blocks=_two_or_more(by_query.partial_count),
+        kv_indices=_two_or_more(by_query.partial_index),
+        full_kv_num_blocks=_two_or_more(by_query.full_count),
+        full_kv_indices=_two_or_more(by_query.full_index),
+        q_num_blocks=_two_or_more(by_key.partial_count),
+        q_indices=_two_or_more(by_key.partial_index),
+        full_q_num_blocks=_two_or_more(by_key.full_count),
+        full_q_indices=_two_or_more(by_key.full_index),
+        BLOCK_SIZE=_TILE,
+        mask_mod=_mask_mod(intervals.lo, intervals.hi),
+    )
 
 
 def _two_or_more(blocks: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ Tiles are as wide as a program's threads, so that every sum over rows stays with
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import triton
@@ -20,6 +19,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from harts_hf.batch import ConvTable
+from harts_hf.kernels.caching import kept_with_table
 
 MAX_WIDTH = 4
 _COLUMNS = 1024
@@ -50,24 +50,20 @@ class Readers:
     heavy: torch.Tensor
 
 
-_readers: WeakKeyDictionary[ConvTable, Readers] = WeakKeyDictionary()
-
-
+@kept_with_table
 def readers(table: ConvTable) -> Readers:
-    """Readers of each row, built on the table's device on first use; heavy rows have no entries in ``by_tap``."""
-    if table not in _readers:
-        ptr, places, width = table.gather.ptr, table.gather.places, table.width
-        num_rows = table.gather.num_rows
-        row = torch.arange(num_rows, device=ptr.device).repeat_interleave(ptr.diff(), output_size=len(places))
-        slot = row * width + places % width
-        counts = torch.zeros(num_rows * width, dtype=torch.int32, device=ptr.device)
-        counts.index_add_(0, slot, torch.ones_like(slot, dtype=torch.int32))
-        is_heavy = (counts.view(num_rows, width) > 1).any(1)
-        by_tap = torch.full((num_rows * width,), -1, dtype=torch.int32, device=ptr.device)
-        light = ~is_heavy[row]
-        by_tap[slot[light]] = (places[light] // width).int()
-        _readers[table] = Readers(by_tap.view(num_rows, width), is_heavy.nonzero().squeeze(1))
-    return _readers[table]
+    """Readers of each row, built on the table's device; heavy rows have no entries in ``by_tap``."""
+    ptr, places, width = table.gather.ptr, table.gather.places, table.width
+    num_rows = table.gather.num_rows
+    row = torch.arange(num_rows, device=ptr.device).repeat_interleave(ptr.diff(), output_size=len(places))
+    slot = row * width + places % width
+    counts = torch.zeros(num_rows * width, dtype=torch.int32, device=ptr.device)
+    counts.index_add_(0, slot, torch.ones_like(slot, dtype=torch.int32))
+    is_heavy = (counts.view(num_rows, width) > 1).any(1)
+    by_tap = torch.full((num_rows * width,), -1, dtype=torch.int32, device=ptr.device)
+    light = ~is_heavy[row]
+    by_tap[slot[light]] = (places[light] // width).int()
+    return Readers(by_tap.view(num_rows, width), is_heavy.nonzero().squeeze(1))
 
 
 class _TreeConv(torch.autograd.Function):

@@ -1,12 +1,12 @@
 """Gather whose backward goes round by round: round k adds the k-th place of every row, so no two adds meet."""
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from harts_hf.batch import GatherIndex
+from harts_hf.kernels.caching import kept_with_table
 from harts_hf.kernels.checks import wide_dtype
 
 # Below this many rows a round costs more in calls than its additions do one after another.
@@ -14,8 +14,6 @@ _SMALL_ROUND = 32
 
 # (turn, rows, places)
 Round = tuple[int | None, torch.Tensor, torch.Tensor]
-# Every layer of a model reads by the same tables, forward and backward.
-_ROUNDS: "WeakKeyDictionary[GatherIndex, list[Round]]" = WeakKeyDictionary()
 
 
 def gather_rows(x: torch.Tensor, table: GatherIndex) -> torch.Tensor:
@@ -58,17 +56,12 @@ def sum_places(grad: torch.Tensor, table: GatherIndex) -> torch.Tensor:
     return grad.new_zeros(table.num_rows, *grad.shape[1:], dtype=wide_dtype(grad)) if total is None else total
 
 
+@kept_with_table
 def rounds(table: GatherIndex) -> list[Round]:
     """Splits a table into rounds: round k holds the k-th place of every row that has one.
 
     When few rows have places left, a last round of turn None holds them all, row by row in ascending order.
     """
-    if table not in _ROUNDS:
-        _ROUNDS[table] = _split_into_rounds(table)
-    return _ROUNDS[table]
-
-
-def _split_into_rounds(table: GatherIndex) -> list[Round]:
     counts = table.ptr.diff()
     rows = counts.nonzero().squeeze(1)
     found: list[Round] = []

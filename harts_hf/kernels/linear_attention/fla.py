@@ -7,7 +7,8 @@ backward: what FLA keeps (packed q, k, v, beta, cumulative gates, the solved tri
 computed again.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -51,7 +52,7 @@ def gated_delta_rule(
     """See :func:`harts_hf.kernels.linear_attention.api.tree_gated_delta_rule`."""
     _check_dtypes(q, k, v)
     chains = packed_chains(tables, export_nodes, len(initial_states))
-    return _GatedRule.apply(q, k, v, g, beta, initial_states, chains, scale, use_qk_l2norm)
+    return _Rule.apply(_GATED, q, k, v, g, beta, initial_states, chains, scale, use_qk_l2norm)
 
 
 def kimi_delta_rule(
@@ -70,7 +71,7 @@ def kimi_delta_rule(
     """See :func:`harts_hf.kernels.linear_attention.api.tree_kimi_delta_rule`."""
     _check_dtypes(q, k, v)
     chains = packed_chains(tables, export_nodes, len(initial_states))
-    return _KimiRule.apply(q, k, v, g, beta, initial_states, chains, scale, use_qk_l2norm)
+    return _Rule.apply(_KIMI, q, k, v, g, beta, initial_states, chains, scale, use_qk_l2norm)
 
 
 def _check_dtypes(*tensors: torch.Tensor) -> None:
@@ -139,10 +140,23 @@ def _slot_gradients(d_states: torch.Tensor, slots: torch.Tensor, chains: PackedC
     return d_slots
 
 
-class _GatedRule(torch.autograd.Function):
+class _Stages(NamedTuple):
+    """What a rule computes for one group.
+
+    Attributes:
+        forward: cumulative gates, what the backward needs besides, and the outputs; fills the group's slots.
+        backward: gradients of the packed q, k, v, g and beta; adds to those of the slots that the group starts from.
+    """
+
+    forward: Callable[..., tuple[torch.Tensor, ...]]
+    backward: Callable[..., tuple[torch.Tensor, ...]]
+
+
+class _Rule(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        stages: _Stages,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -158,33 +172,28 @@ class _GatedRule(torch.autograd.Function):
         slots = _new_slots(initial_states, chains)
         joined = _Joined(chains)
         for group in chains.groups:
-            joined.put(
-                group,
-                *_gated_forward(*_cut(group, q, k, v, g, beta), slots=slots, chains=chains, group=group, scale=scale),
-            )
-        g, solved, output = joined.take()
-        ctx.save_for_backward(q, q_rstd, k, k_rstd, v, g, beta, solved, slots)
-        ctx.chains, ctx.scale, ctx.norm = chains, scale, norm
+            parts = _cut(group, q, k, v, g, beta)
+            joined.put(group, *stages.forward(*parts, slots=slots, chains=chains, group=group, scale=scale))
+        g, *kept, output = joined.take()
+        ctx.save_for_backward(q_rstd, k_rstd, slots, q, k, v, g, beta, *kept)
+        ctx.stages, ctx.chains, ctx.scale, ctx.norm = stages, chains, scale, norm
         return _own_outputs(output, chains), slots[chains.export_slot]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_output: torch.Tensor, d_states: torch.Tensor) -> tuple[Any, ...]:
-        q, q_rstd, k, k_rstd, v, g, beta, solved, slots = ctx.saved_tensors
+        q_rstd, k_rstd, slots, *packed = ctx.saved_tensors
         chains = ctx.chains
         d_slots = _slot_gradients(d_states, slots, chains)
         joined = _Joined(chains)
         for group in reversed(chains.groups):
             do = _output_gradients(d_output, chains, group)
-            parts = _cut(group, q, k, v, g, beta, solved)
-            joined.put(
-                group,
-                *_gated_backward(
-                    *parts, do=do, slots=slots, d_slots=d_slots, chains=chains, group=group, scale=ctx.scale
-                ),
-            )
+            parts = _cut(group, *packed)
+            where = {"slots": slots, "d_slots": d_slots, "chains": chains, "group": group}
+            joined.put(group, *ctx.stages.backward(*parts, do=do, **where, scale=ctx.scale))
+        q, k = packed[:2]
         rows = unpack_gradients(joined.take(), q, k, q_rstd, k_rstd, chains, ctx.dtypes, norm=ctx.norm)
-        return *rows, d_slots[: chains.num_initial], None, None, None
+        return None, *rows, d_slots[: chains.num_initial], None, None, None
 
 
 def _gated_forward(
@@ -236,54 +245,6 @@ def _gated_backward(
     dk.add_(dk_wy)
     dg.add_(dg_wy)
     return dq, dk, dv, chunk_local_cumsum(dg, reverse=True, **sizes), db
-
-
-class _KimiRule(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        initial_states: torch.Tensor,
-        chains: PackedChains,
-        scale: float,
-        norm: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.dtypes = tuple(x.dtype for x in (q, k, v, g, beta))
-        q, k, v, g, beta, q_rstd, k_rstd = pack_rows(q, k, v, g, beta, chains, norm=norm)
-        slots = _new_slots(initial_states, chains)
-        joined = _Joined(chains)
-        for group in chains.groups:
-            joined.put(
-                group,
-                *_kimi_forward(*_cut(group, q, k, v, g, beta), slots=slots, chains=chains, group=group, scale=scale),
-            )
-        g, scores, solved, output = joined.take()
-        ctx.save_for_backward(q, q_rstd, k, k_rstd, v, g, beta, scores, solved, slots)
-        ctx.chains, ctx.scale, ctx.norm = chains, scale, norm
-        return _own_outputs(output, chains), slots[chains.export_slot]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_output: torch.Tensor, d_states: torch.Tensor) -> tuple[Any, ...]:
-        q, q_rstd, k, k_rstd, v, g, beta, scores, solved, slots = ctx.saved_tensors
-        chains = ctx.chains
-        d_slots = _slot_gradients(d_states, slots, chains)
-        joined = _Joined(chains)
-        for group in reversed(chains.groups):
-            do = _output_gradients(d_output, chains, group)
-            parts = _cut(group, q, k, v, g, beta, scores, solved)
-            joined.put(
-                group,
-                *_kimi_backward(
-                    *parts, do=do, slots=slots, d_slots=d_slots, chains=chains, group=group, scale=ctx.scale
-                ),
-            )
-        rows = unpack_gradients(joined.take(), q, k, q_rstd, k_rstd, chains, ctx.dtypes, norm=ctx.norm)
-        return *rows, d_slots[: chains.num_initial], None, None, None
 
 
 def _kimi_forward(
@@ -341,3 +302,7 @@ def _kimi_backward(
         q=q, k=k, g=g, beta=beta, dAqk=d_scores, dAkk=d_solved, dq=dq, dk=dk, db=db, dg=dg, **sizes
     )
     return dq, dk, dv, chunk_local_cumsum(dg, reverse=True, **sizes), db
+
+
+_GATED = _Stages(_gated_forward, _gated_backward)
+_KIMI = _Stages(_kimi_forward, _kimi_backward)

@@ -11,12 +11,13 @@ otherwise grow with the replayed tokens. A tree with little replay is one group.
 
 from dataclasses import dataclass
 from itertools import pairwise
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import numpy as np
 import torch
 
 from harts_hf.batch import GatherIndex, LinearTables, Tables
+from harts_hf.kernels.caching import kept_with_table
 from harts_hf.planner.linear_calls import decompose_chains
 from harts_hf.tree import IntArray
 
@@ -125,7 +126,9 @@ class _Form:
     packed: PackedChains
 
 
-_cache: WeakKeyDictionary[LinearTables, list[_Form]] = WeakKeyDictionary()
+@kept_with_table
+def _forms(tables: LinearTables) -> list[_Form]:
+    return []
 
 
 def packed_chains(tables: LinearTables, export_nodes: torch.Tensor, num_initial: int) -> PackedChains:
@@ -137,7 +140,7 @@ def packed_chains(tables: LinearTables, export_nodes: torch.Tensor, num_initial:
             and do not change it in place.
         num_initial: number of boundary states that the caller hands in.
     """
-    forms = _cache.setdefault(tables, [])
+    forms = _forms(tables)
     for form in forms:
         same = len(export_nodes) == 0 if form.exports is None else form.exports() is export_nodes
         if same and form.num_initial == num_initial:

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from weakref import WeakKeyDictionary
 
 import torch
 
 from harts_hf.batch import GatherIndex, LinearTables
+from harts_hf.kernels.caching import kept_with_table
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,17 +121,16 @@ class LevelOrder:
         )
 
 
-# Every layer of a model walks by the same tables, mostly without exports.
-_ORDERS: "WeakKeyDictionary[LinearTables, LevelOrder]" = WeakKeyDictionary()
-
-
 def level_order(tables: LinearTables, export_nodes: torch.Tensor) -> LevelOrder:
     """The tables in level order, kept for the next call if nothing is exported."""
     if len(export_nodes):
         return LevelOrder.build(tables, export_nodes)
-    if tables not in _ORDERS:
-        _ORDERS[tables] = LevelOrder.build(tables, export_nodes)
-    return _ORDERS[tables]
+    return _order_without_exports(tables)
+
+
+@kept_with_table
+def _order_without_exports(tables: LinearTables) -> LevelOrder:
+    return LevelOrder.build(tables, torch.zeros(0, dtype=torch.int64, device=tables.parent.device))
 
 
 def places_by_head(places: torch.Tensor, heads: int, chunk_size: int) -> torch.Tensor:

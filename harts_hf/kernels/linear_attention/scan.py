@@ -6,8 +6,8 @@ import torch
 
 from harts_hf.kernels.checks import exact_backward
 from harts_hf.kernels.linear_attention.chunk import ChunkGrads, Chunks, unit_lower_inverse
+from harts_hf.kernels.linear_attention.gradient_entry import gradient_places
 from harts_hf.kernels.linear_attention.order import Level, LevelOrder, places_by_head
-from harts_hf.kernels.linear_attention.routing import gradient_places
 
 # Shapes: M nodes in level order, h value heads, C slots, K channels of keys, V of values. Nodes and heads are one
 # dimension in the products, always batched ones, whose rounding does not depend on the batch.
