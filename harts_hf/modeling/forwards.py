@@ -30,12 +30,12 @@ def tree_forward(self: Any, *args: Any, harts: TreePass | None = None, **kwargs:
     given = [name for name, value in kwargs.items() if value is not None] + ["positional arguments"] * bool(args)
     if given:
         raise ValueError(f"expected harts and nothing else, got {', '.join(given)}")
-    if not isinstance(harts, TreePass):
-        raise ValueError(f"expected harts to be a TreePass, got {type(harts).__name__}")
     check_checkpointing(self)
     check_dropout(self)
     check_adapters(self)
     check_head(self)
+    if not isinstance(harts, TreePass):
+        raise ValueError(f"expected harts to be a TreePass, got {type(harts).__name__}")
     batch, wanted, outputs = harts.batch, harts.wanted, self._harts_outputs
     unknown = [name for name in wanted.names if name not in outputs and name not in LABEL_VALUES]
     if unknown:

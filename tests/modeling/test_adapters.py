@@ -138,7 +138,7 @@ def test_an_adapter_that_is_added_after_patching_is_refused():
     model = patch(get_peft_model(tiny_model("qwen3_5_text"), LoraConfig(task_type="CAUSAL_LM", **ONE)))
     tree_logprobs(model, rows)
     model.add_adapter("activated", REFUSED["alora_invocation_tokens"]())
-    for use in (lambda: tree_logprobs(model, rows), lambda: patch(model), lambda: model(harts=1, harts_score=1)):
+    for use in (lambda: tree_logprobs(model, rows), lambda: patch(model), lambda: model(harts=1)):
         with pytest.raises(UnsupportedModelError, match=r"alora_invocation_tokens=\[7, 9\] in adapter 'activated'"):
             use()
     unpatch(model)
