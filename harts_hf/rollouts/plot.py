@@ -34,7 +34,7 @@ def plot_tree(
         ValueError: rewards of another number than the trajectories.
     """
     if rewards is not None and len(rewards) != tree.num_trajectories:
-        raise ValueError(f"expected {tree.num_trajectories} rewards, one per trajectory, got {len(rewards)}")
+        raise ValueError(f"expected {tree.num_trajectories} rewards, one a trajectory, got {len(rewards)}")
     lines = _num_lines(tree)
     figure = Figure(figsize=(10, min(24.0, max(2.5, 1.2 + 0.18 * lines))), layout="constrained")
     axes = figure.subplots()
