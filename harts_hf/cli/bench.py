@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from harts_hf.cli.checks import check_output_file, find_device, seed
+from harts_hf.cli.checks import check_output_file, find_device, refuse_to_overwrite, seed
 from harts_hf.cli.loading import load_model
+from harts_hf.cli.output import printable, replacing
 from harts_hf.planner.cost import FEATURES
 from harts_hf.runtime.costing import fit_cost_model
 
@@ -20,6 +21,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     options = _parser().parse_args(argv)
     device = find_device(options.device)
+    refuse_to_overwrite(options.out, options.model)
     check_output_file("--out", options.out)
     model = load_model(
         options.model, getattr(torch, options.dtype), seed=options.seed, random_weights=options.random_weights
@@ -33,12 +35,13 @@ def main(argv: Sequence[str]) -> int:
         seed=options.seed,
         progress=lambda text: print(text, flush=True),
     )
-    cost.save(options.out)
-    print(f"\n{'seconds a unit':<16}{'forward':>12}{'backward':>12}")
+    with replacing(options.out) as new:
+        cost.save(new)
+    print(f"\n{'seconds per unit':<16}{'forward':>12}{'backward':>12}")
     for name in FEATURES:
         print(f"{name:<16}{getattr(cost.forward, name):>12.3g}{getattr(cost.backward, name):>12.3g}")
-    print(f"handed bytes: {cost.handoff_bytes_per_row:.3g} a row, {cost.handoff_bytes_per_state:.3g} a boundary")
-    print(f"wrote {options.out}")
+    print(f"handed bytes: {cost.handoff_bytes_per_row:.3g} per row, {cost.handoff_bytes_per_state:.3g} per boundary")
+    print(f"wrote {printable(options.out)}")
     return 0
 
 
@@ -51,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--random-weights", action="store_true", help="read the configuration only")
     parser.add_argument("--out", default="cost.json", help="the file to write (default: %(default)s)")
     parser.add_argument("--max-rows", type=int, default=16384, help="rows of the largest microbatch")
-    parser.add_argument("--repeats", type=int, default=3, help="runs a window after a first; the fastest counts")
+    parser.add_argument("--repeats", type=int, default=3, help="runs per window after a first; the fastest counts")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float64"))
     parser.add_argument("--seed", type=seed, default=0)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
+from harts_hf.cli.output import printable_lines, reader_is_gone
+
 COMMANDS = {
     "train": "train a model on rollout trees by a recipe: harts train RECIPE [--field value ...]",
     "plan": "what tree training would do for a rollout file: harts plan ROLLOUTS [--plot out.png]",
@@ -34,14 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 where a command says no (`verify`) or fails in the middle (`train`); 2 for a command line
-        or an input that cannot be used; as after a signal where the user interrupts (130) or whoever reads the output
-        has gone (141).
+        or an input that cannot be used; as after a signal where the user interrupts (130) or whoever reads stdout has
+        gone (141). A broken pipe of somebody else's is an error as any other.
     """
     try:
         status = _run(argv)
         sys.stdout.flush()  # so that a reader that has gone is noticed here, not when Python shuts down
         return status
     except BrokenPipeError:
+        if not reader_is_gone():
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor must what is still to be written
         return 141
     except KeyboardInterrupt:
@@ -65,10 +69,13 @@ def _run(argv: Sequence[str] | None) -> int:
         return 2
     try:
         return import_module(f"harts_hf.cli.{name}").main(arguments[1:]) or 0
-    except BrokenPipeError:
-        raise
     except ModuleNotFoundError:
         raise  # in the middle of somebody's module, which the traceback names
+    except MemoryError as error:
+        print(f"harts {name}: out of memory: {printable_lines(error)}", file=sys.stderr)
+        return 2
     except (ImportError, OSError, EOFError, ValueError) as error:
-        print(f"harts {name}: {error}", file=sys.stderr)
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
+            raise
+        print(f"harts {name}: {printable_lines(error)}", file=sys.stderr)
         return 2

@@ -3,12 +3,12 @@
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import fields, replace
 from typing import Any
 
-from harts_hf.cli.checks import check_output_file, check_picture
+from harts_hf.cli.checks import check_output_file, check_picture, refuse_to_overwrite
 from harts_hf.cli.loading import load_tokenizer
+from harts_hf.cli.output import printable, replacing, write_json
 from harts_hf.planner import (
     CostModel,
     PlannerConfig,
@@ -29,19 +29,13 @@ MAX_CELL = 40
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     options = _parser().parse_args(argv)
+    inputs = (options.rollouts, options.cost, options.tokenizer)
+    refuse_to_overwrite(options.json, *inputs)
+    refuse_to_overwrite(options.plot, *inputs, options.json)
     check_output_file("--json", options.json)
     check_picture("--plot", options.plot)
-    config = PlannerConfig(
-        max_tokens_per_microbatch=options.max_tokens_per_microbatch,
-        max_linear_rows=options.max_linear_rows,
-        max_graph_tokens=options.max_graph_tokens,
-        max_handoff_bytes=options.max_handoff_bytes,
-        world_size=options.world_size,
-        chunk_size=options.chunk_size,
-        sharing=options.sharing,
-        execution=options.execution,
-        cost=None if options.cost is None else CostModel.load(options.cost),
-    )
+    given = {field.name: getattr(options, field.name) for field in fields(PlannerConfig) if field.name in options}
+    config = PlannerConfig(**{**given, "cost": None if options.cost is None else CostModel.load(options.cost)})
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
     groups = read_rollouts(options.rollouts, tokenizer)
     report = plan_report(groups, config)
@@ -51,14 +45,15 @@ def main(argv: Sequence[str]) -> int:
         print(f"\n{schedule}")
     if options.json:
         content = {**report, "schedule": json.loads(schedule.to_json())}
-        Path(options.json).write_text(json.dumps(content, indent=2) + "\n")
-        print(f"\nwrote {options.json}")
+        write_json(options.json, content)
+        print(f"\nwrote {printable(options.json)}")
     if options.plot:
         from harts_hf.rollouts.plot import plot_plan
 
         group = max(groups, key=lambda g: g.tree.num_tokens)
-        plot_plan(group.tree, group.rewards, schedule, options.plot, group=group.name)
-        print(f"\nwrote {options.plot}")
+        with replacing(options.plot) as new:
+            plot_plan(group.tree, group.rewards, schedule, new, group=printable(group.name))
+        print(f"\nwrote {printable(options.plot)}")
     return 0
 
 
@@ -140,7 +135,7 @@ def _group_row(name: str, tree: RolloutTree, chunk_size: int) -> dict[str, Any]:
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """The report as text: a line a group, the total, and what the plan does."""
+    """The report as text: one line per group, the total, and what the plan does."""
     rows = report["groups"]
     shown = rows if len(rows) <= MAX_GROUPS else rows[:MAX_GROUPS]
     table = [list(COLUMNS)] + [_cells(row) for row in [*shown, report["total"]]]
@@ -171,7 +166,11 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    cells = [
-        f"{row[c]:.2f}" if c == "ratio" else f"{row[c]:,}" if isinstance(row[c], int) else str(row[c]) for c in COLUMNS
-    ]
+    cells = [_cell(column, row[column]) for column in COLUMNS]
     return [cell if len(cell) <= MAX_CELL else cell[: MAX_CELL - 3] + "..." for cell in cells]
+
+
+def _cell(column: str, value: Any) -> str:
+    if column == "ratio":
+        return f"{value:.2f}"
+    return f"{value:,}" if isinstance(value, int) else printable(value)

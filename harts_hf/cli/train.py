@@ -1,12 +1,14 @@
 """`harts train RECIPE [--field value ...]`: trains a policy on rollout trees as a recipe says.
 
-A recipe is a TRL YAML file: every field of `TreeGRPOConfig`, of TRL's `ModelConfig` and of `TrainArguments`. The
-command line overrides it. The output folder gets checkpoints, `metrics.jsonl`, `reward.png`, `tree.png` and
-`summary.json`; those of an earlier run in it are replaced, or continued with `--resume_from_checkpoint FOLDER`.
+The recipe and the command line are read by `harts_hf.cli.recipe`. The output folder gets checkpoints, `metrics.jsonl`,
+`reward.png`, `tree.png` and `summary.json`; those of an earlier run in it are replaced, or continued with
+`--resume_from_checkpoint FOLDER`.
 """
 
-import difflib
 import functools
+import math
+import os
+import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +19,13 @@ from datasets import Dataset, load_dataset
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from harts_hf.cli.checks import check_output_folder
+from harts_hf.cli.checks import check_output_folder, refuse_to_overwrite
+from harts_hf.cli.output import printable, reader_is_gone
+from harts_hf.cli.recipe import parse, split_recipe, unknown_message
 from harts_hf.cli.train_arguments import TrainArguments
-from harts_hf.cli.train_report import TrainReport
+from harts_hf.cli.train_report import REPORT_FILES, TrainReport
 from harts_hf.rollouts.collector import TreeRolloutCollector, environment_reward
 from harts_hf.rollouts.environment import Environment, load_object
 from harts_hf.trainers import TreeGRPOConfig, TreeGRPOTrainer
@@ -30,21 +34,46 @@ from harts_hf.trainers import TreeGRPOConfig, TreeGRPOTrainer
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     arguments, training, model = parse(argv)
-    _check_folders(training)
-    trainer = build_trainer(arguments, training, model)
+    _check_numbers(training)
+    _check_folders(training, model, split_recipe(argv)[0])
     try:
-        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-        trainer.save_model(training.output_dir)
-    except BrokenPipeError:
-        raise
-    except Exception:  # of an environment or a reward function, as a rule: where it happened matters
+        return _train(build_trainer(arguments, training, model))
+    except SystemExit as stop:  # of an environment or a reward function: whatever its code, nothing was finished
+        traceback.print_exc()
+        got = printable(f"SystemExit({stop.code!r})")
+        print(f"harts train: expected environments and reward functions to return, got {got}", file=sys.stderr)
+        return 1
+
+
+def _train(trainer: TreeGRPOTrainer) -> int:
+    try:
+        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+        trainer.save_model(trainer.args.output_dir)
+    except Exception as error:  # of an environment or a reward function, as a rule: where it happened matters
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
+            raise
         traceback.print_exc()
         return 1
     return 0
 
 
-def _check_folders(training: TreeGRPOConfig) -> None:
+def _check_numbers(training: TreeGRPOConfig) -> None:
+    """Checks what the optimizer would refuse only when the training begins."""
+    for name in ("learning_rate", "weight_decay", "adam_epsilon"):
+        value = getattr(training, name)
+        if not 0 <= value < math.inf:  # NaN, too
+            raise ValueError(f"expected {name} to be a finite number of at least 0, got {value}")
+    for name in ("adam_beta1", "adam_beta2"):
+        value = getattr(training, name)
+        if not 0 <= value < 1:
+            raise ValueError(f"expected {name} in [0, 1), got {value}")
+
+
+def _check_folders(training: TreeGRPOConfig, model: ModelConfig, recipe: str | None) -> None:
     assert training.output_dir is not None
+    refuse_to_overwrite(training.output_dir, model.model_name_or_path)
+    for name in REPORT_FILES:
+        refuse_to_overwrite(os.path.join(training.output_dir, name), recipe)
     check_output_folder("output_dir", training.output_dir)
     checkpoint = training.resume_from_checkpoint
     if checkpoint is not None and not (Path(checkpoint) / TRAINER_STATE_NAME).is_file():
@@ -52,42 +81,6 @@ def _check_folders(training: TreeGRPOConfig) -> None:
             f"expected resume_from_checkpoint to be a checkpoint's folder (with {TRAINER_STATE_NAME}), "
             f"got {checkpoint!r}"
         )
-
-
-def parse(argv: Sequence[str]) -> tuple[TrainArguments, TreeGRPOConfig, ModelConfig]:
-    """Reads the recipe and the command line.
-
-    Args:
-        argv: the recipe's path, then ``--field value`` pairs; the recipe may be left out.
-
-    Raises:
-        ValueError: a recipe that is not a mapping; an unknown key (named); a value that its field refuses.
-        OSError: no such recipe.
-        SystemExit: help was asked for, or a value has the wrong type (argparse prints which).
-    """
-    options = list(argv)
-    if options and not options[0].startswith("-"):
-        options.insert(0, "--config")
-    types: Any = (TrainArguments, TreeGRPOConfig, ModelConfig)
-    parser = TrlParser(
-        types,
-        prog="harts train",
-        usage="harts train RECIPE [--field value ...]",
-        description=__doc__,
-        allow_abbrev=False,
-    )
-    try:
-        *parsed, unknown_in_recipe, unknown_in_command = parser.parse_args_and_config(
-            options, return_remaining_strings=True, separate_remaining_strings=True
-        )
-    except ZeroDivisionError as error:  # TRL divides by it before it checks it
-        raise ValueError("expected num_generations of at least 2, got 0") from error
-    known = {action.dest for action in parser._actions}
-    unknown = [key for key in (*unknown_in_recipe[::2], *unknown_in_command) if key.startswith("--")]
-    if unknown or unknown_in_command:
-        raise ValueError(_unknown_message(unknown or unknown_in_command, known))
-    arguments, training, model = parsed
-    return arguments, training, model
 
 
 def build_trainer(arguments: TrainArguments, training: TreeGRPOConfig, model: ModelConfig) -> TreeGRPOTrainer:
@@ -191,7 +184,7 @@ def _policy(
         config = AutoConfig.for_model(arguments.model_type, **fields)
         unknown = [name for name in arguments.model_config if name not in _fields_of(config)]
         if unknown:
-            raise ValueError(_unknown_message([f"model_config.{name}" for name in unknown], set()))
+            raise ValueError(unknown_message([f"model_config.{name}" for name in unknown], set()))
         policy = AutoModelForCausalLM.from_config(config, attn_implementation=model.attn_implementation)
     except Exception as error:  # every configuration and model class has its own
         raise ValueError(
@@ -218,12 +211,3 @@ def _dataset(arguments: TrainArguments, training: TreeGRPOConfig, environment: E
     per_step = training.generation_batch_size // training.num_generations
     count = max(training.max_steps * per_step, len(prompts))
     return Dataset.from_dict({"prompt": [prompts[index % len(prompts)] for index in range(count)]})
-
-
-def _unknown_message(names: Sequence[str], known: set[str]) -> str:
-    parts = []
-    for name in names:
-        name = name.lstrip("-")
-        close = difflib.get_close_matches(name, known, n=1)
-        parts.append(f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
-    return f"unknown key {', '.join(parts)}"

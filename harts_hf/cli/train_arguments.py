@@ -6,7 +6,7 @@ from typing import Any
 
 from trl import ScriptArguments
 
-_DICT_FIELDS = ("model_config", "environment_kwargs")
+DICT_FIELDS = ("model_config", "environment_kwargs")
 
 
 @dataclass
@@ -76,7 +76,7 @@ class TrainArguments(ScriptArguments):
     )
 
     def __post_init__(self) -> None:
-        for name in _DICT_FIELDS:
+        for name in DICT_FIELDS:
             setattr(self, name, _as_dict(getattr(self, name), name))
         if not self.environment:
             raise ValueError("expected environment: the dotted path of a class, got none")

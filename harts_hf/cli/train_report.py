@@ -14,11 +14,13 @@ from matplotlib.figure import Figure
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import harts_hf
+from harts_hf.cli.output import printable, replacing, write_json
 from harts_hf.rollouts.collector import TreeRolloutCollector
 from harts_hf.rollouts.plot import plot_tree
-from harts_hf.rollouts.sampler import Rollout
+from harts_hf.rollouts.sampler import SampledRollout
 from harts_hf.tree import RolloutTree
 
+REPORT_FILES = ("metrics.jsonl", "summary.json", "reward.png", "tree.png")
 # First and last mean reward are taken over so many steps.
 WINDOW = 20
 
@@ -26,9 +28,12 @@ WINDOW = 20
 class TrainReport(TrainerCallback):
     """Prints a line at every log, and writes into the output folder.
 
-    ``metrics.jsonl`` (one log a line, as they come) and, at the end, ``reward.png``, ``tree.png`` and
+    ``metrics.jsonl`` (one log per line, as they come) and, at the end, ``reward.png``, ``tree.png`` and
     ``summary.json``. A new run begins them anew. A resumed one goes on with the metrics of its folder, less those that
-    are later than its checkpoint, and its pictures and summary tell of both. Only the first process writes.
+    are later than its checkpoint, and its pictures and summary tell of both.
+
+    Of several processes the first of the world prints and writes, and no other. Tokens and rewards in the summary are
+    sums and means of the logs, which are of all processes; seconds, device and the tree in ``tree.png`` are its own.
     """
 
     def __init__(self, collector: TreeRolloutCollector) -> None:
@@ -47,15 +52,20 @@ class TrainReport(TrainerCallback):
         if state.is_world_process_zero:
             self._take_up(Path(str(args.output_dir)), state.global_step)
             parameters = sum(parameter.numel() for parameter in kwargs["model"].parameters())
-            print(f"training {parameters:,} parameters for {state.max_steps} steps, output in {args.output_dir}")
+            print(
+                f"training {parameters:,} parameters for {state.max_steps} steps, "
+                f"output in {printable(args.output_dir)}"
+            )
 
     def _take_up(self, folder: Path, step: int) -> None:
         """Leaves the metrics up to ``step`` in the folder, and counts from them on."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("summary.json", "reward.png", "tree.png"):
-            (folder / name).unlink(missing_ok=True)
-        self._entries = [entry for entry in _read_metrics(folder / "metrics.jsonl") if entry["step"] <= step]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in self._entries))
+        metrics, *at_end = (folder / name for name in REPORT_FILES)
+        for path in at_end:
+            path.unlink(missing_ok=True)
+        self._entries = [entry for entry in _read_metrics(metrics) if entry["step"] <= step]
+        with replacing(metrics) as new:
+            new.write_text("".join(json.dumps(entry) + "\n" for entry in self._entries))
         if self._entries:
             self._started -= self._entries[-1]["seconds"]
             self._cpu_started -= self._entries[-1].get("cpu_seconds", 0.0)
@@ -85,7 +95,7 @@ class TrainReport(TrainerCallback):
         with open(Path(str(args.output_dir)) / "metrics.jsonl", "a") as file:
             file.write(json.dumps(entry) + "\n")
         print(
-            f"step {entry['step']:>5}/{state.max_steps}  reward {entry['reward']:6.3f}  "
+            f"step {entry['step']:>5}/{state.max_steps}  reward {_shown(entry['reward'], 6)}  "
             f"shared {entry.get('tree/sharing_ratio', 1.0):5.2f}x  {entry['seconds']:6.1f} s",
             flush=True,
         )
@@ -98,18 +108,20 @@ class TrainReport(TrainerCallback):
             return
         folder = Path(str(args.output_dir))
         summary = self._summary(args)
-        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        _plot_reward(self._entries, folder / "reward.png")
-        self._plot_tree(folder / "tree.png")
+        write_json(folder / "summary.json", summary)
+        with replacing(folder / "reward.png") as new:
+            _plot_reward(self._entries, new)
+        with replacing(folder / "tree.png") as new:
+            self._plot_tree(new)
         print(
-            f"mean reward {summary['first_mean_reward']:.3f} (steps up to {WINDOW}) -> "
-            f"{summary['last_mean_reward']:.3f} (last {WINDOW} steps) in {summary['seconds']:.0f} s; "
+            f"mean reward {_shown(summary['first_mean_reward'])} (steps up to {WINDOW}) -> "
+            f"{_shown(summary['last_mean_reward'])} (last {WINDOW} steps) in {summary['seconds']:.0f} s; "
             f"{summary['expanded_tokens']:,} tokens trained as {summary['forward_tokens']:,}"
         )
 
     def _plot_tree(self, path: Path) -> None:
         """Draws the tree of the last step with the most tokens: once all goes well, many trees are a single line."""
-        leaves: dict[int, list[Rollout]] = {}
+        leaves: dict[int, list[SampledRollout]] = {}
         for rollout in self._collector.last_rollouts:
             leaves.setdefault(rollout.tree, []).append(rollout)
         trees = {
@@ -128,15 +140,16 @@ class TrainReport(TrainerCallback):
 
     def _summary(self, args: TrainingArguments) -> dict[str, Any]:
         steps = np.array([entry["step"] for entry in self._entries])
-        rewards = np.array([entry["reward"] for entry in self._entries])
+        rewards = _rewards(self._entries)
         # Logged metrics are means over the steps since the log before.
         spans = np.diff(steps, prepend=self._first_step)
 
         def total(name: str) -> int:
             return round(sum(entry.get(name, 0.0) * span for entry, span in zip(self._entries, spans, strict=True)))
 
-        def mean_reward(logs: np.ndarray) -> float:
-            return float(np.average(rewards[logs], weights=spans[logs]))
+        def mean_reward(logs: np.ndarray) -> float | None:
+            logs = logs & ~np.isnan(rewards)
+            return float(np.average(rewards[logs], weights=spans[logs])) if logs.any() else None
 
         return {
             "steps": int(steps[-1]),
@@ -179,14 +192,24 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
+def _rewards(entries: list[dict[str, Any]]) -> np.ndarray:
+    """``[len(entries)]`` float64, NaN for a log in which no completion could be scored (TRL logs None)."""
+    return np.array([entry["reward"] for entry in entries], np.float64)
+
+
+def _shown(reward: float | None, width: int = 0) -> str:
+    return "none".rjust(width) if reward is None else f"{reward:{width}.3f}"
+
+
 def _plot_reward(entries: list[dict[str, Any]], path: Path) -> None:
     steps = np.array([entry["step"] for entry in entries])
-    rewards = np.array([entry["reward"] for entry in entries])
+    rewards = _rewards(entries)
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, rewards, color="#30638e", alpha=0.35, linewidth=1, label="mean reward at each log")
-    smooth = [rewards[(steps > step - WINDOW) & (steps <= step)].mean() for step in steps]
-    axes.plot(steps, smooth, color="#d1495b", linewidth=2, label=f"mean of the last {WINDOW} steps")
+    known = steps[~np.isnan(rewards)]
+    smooth = [np.nanmean(rewards[(steps > step - WINDOW) & (steps <= step)]) for step in known]
+    axes.plot(known, smooth, color="#d1495b", linewidth=2, label=f"mean of the last {WINDOW} steps")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("reward")
     axes.grid(alpha=0.3)

@@ -10,7 +10,7 @@ from trl.models.utils import unwrap_model_for_generation
 
 from harts_hf.rollouts.decoding import LockstepDecoder, TokenSampler
 from harts_hf.rollouts.environment import EnvironmentFactory
-from harts_hf.rollouts.sampler import Rollout, TreeSampler, TreeShape
+from harts_hf.rollouts.sampler import SampledRollout, TreeSampler, TreeShape
 
 
 class TreeRolloutCollector:
@@ -56,7 +56,7 @@ class TreeRolloutCollector:
         self._max_turns = max_turns
         self._max_turn_tokens = max_turn_tokens
         self._calls: tuple[int, int] = (-1, 0)  # the trainer's step, and the calls during it
-        self.last_rollouts: list[Rollout] = []
+        self.last_rollouts: list[SampledRollout] = []
         self.last_sampling_tokens = 0
         # Raises now, not at the first step.
         self._shape(self._branching, self._fork_turns, 1)
@@ -84,7 +84,7 @@ class TreeRolloutCollector:
 
         Returns:
             ``len(prompts)`` rows in the order of the prompts: ``prompt_ids``, ``completion_ids``, ``logprobs``,
-            ``env_mask`` (lists of lists, see :class:`Rollout`), and for reward functions ``environment_reward``
+            ``env_mask`` (lists of lists, see :class:`SampledRollout`), and for reward functions ``environment_reward``
             (floats), ``tree`` and ``num_turns`` (ints).
 
         Raises:
@@ -115,6 +115,7 @@ class TreeRolloutCollector:
                 tokenizer=tokenizer,
                 end_token_ids=trainer.eos_token_ids,
                 shape=shape,
+                max_prompt_tokens=_num_positions(model),
             )
             self.last_rollouts = sampler.sample(environments, texts)
         self.last_sampling_tokens = decoder.num_forward_tokens
@@ -161,6 +162,10 @@ def _check_backend(trainer: Any) -> None:
         )
 
 
+def _num_positions(model: Any) -> int | None:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def _group_prompts(prompts: list[Any], group_size: int) -> list[Any]:
     if not prompts or len(prompts) % group_size:
         raise ValueError(f"expected whole groups of {group_size} prompts on each process, got {len(prompts)} prompts")
@@ -175,7 +180,7 @@ def _group_prompts(prompts: list[Any], group_size: int) -> list[Any]:
     return roots
 
 
-def _rows(rollouts: list[Rollout]) -> dict[str, Any]:
+def _rows(rollouts: list[SampledRollout]) -> dict[str, Any]:
     return {
         "prompt_ids": [rollout.prompt_ids for rollout in rollouts],
         "completion_ids": [rollout.completion_ids for rollout in rollouts],

@@ -32,7 +32,7 @@ class LockstepDecoder:
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Begins with one row a prompt.
+        """Begins with one row per prompt.
 
         Args:
             prompts: token ids, each at least one.
@@ -106,7 +106,7 @@ class TokenSampler:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def draw(self, logits: Tensor) -> tuple[list[int], list[float]]:
-        """Draws one token a row.
+        """Draws one token per row.
 
         Args:
             logits: ``[R, V]`` fp32.

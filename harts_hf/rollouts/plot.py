@@ -26,7 +26,7 @@ def plot_tree(
 
     Args:
         tree: any rollout tree; bars stand from top to bottom in preorder.
-        rewards: one a trajectory (None where unknown), or None to draw no rewards.
+        rewards: one per trajectory (None where unknown), or None to draw no rewards.
         path: the picture to write.
         title: the line above it; the tree's counts if None.
 
@@ -38,15 +38,16 @@ def plot_tree(
     lines = _num_lines(tree)
     figure = Figure(figsize=(10, min(24.0, max(2.5, 1.2 + 0.18 * lines))), layout="constrained")
     axes = figure.subplots()
-    place = draw_segments(axes, tree)
+    heights = draw_segments(axes, tree)
     if rewards is not None:
-        _draw_rewards(axes, tree, rewards, place)
+        _draw_rewards(axes, tree, rewards, heights)
     axes.set_title(
         title
         or f"{tree.num_trajectories} trajectories, {tree.num_tokens:,} unique of {tree.num_expanded_tokens:,} tokens, "
         f"shared {tree.sharing_ratio:.2f}x",
         fontsize=10,
         loc="left",
+        parse_math=False,  # names may hold dollars
     )
     figure.savefig(path, dpi=120)
 
@@ -55,12 +56,12 @@ def draw_segments(axes: Axes, tree: RolloutTree) -> FloatArray:
     """Draws every segment as a horizontal bar and the joints between them.
 
     Returns:
-        ``[S]`` float64, the vertical place of each segment.
+        ``[S]`` float64, the height in the picture of each segment.
     """
     starts = tree.segment_starts
     stops = np.append(starts[1:], tree.num_tokens)
     first, last = tree.depth[starts], tree.depth[stops - 1] + 1
-    place = _vertical_places(tree)
+    heights = _segment_heights(tree)
     # Trajectories may end inside a segment, so that it is shared down to there only: colour runs, not segments.
     shared = tree.occurrence_counts > 1
     runs = np.flatnonzero(np.append(True, shared[1:] != shared[:-1]))
@@ -70,51 +71,51 @@ def draw_segments(axes: Axes, tree: RolloutTree) -> FloatArray:
     width = float(np.clip(220 / max(1, _num_lines(tree)), 0.8, 6.0))
     for colour, which, label in ((SHARED, shared[cuts], "shared"), (UNSHARED, ~shared[cuts], "one trajectory")):
         bars = [
-            [(tree.depth[a], place[s]), (tree.depth[b - 1] + 1, place[s])]
+            [(tree.depth[a], heights[s]), (tree.depth[b - 1] + 1, heights[s])]
             for a, b, s in zip(cuts[which], cut_stops[which], segment[which], strict=True)
         ]
         axes.add_collection(LineCollection(bars, colors=colour, linewidths=width, label=label, capstyle="butt"))
     joints = [
-        [(first[s], place[tree.segment_parent[s]]), (first[s], place[s])]
+        [(first[s], heights[tree.segment_parent[s]]), (first[s], heights[s])]
         for s in range(len(starts))
         if tree.segment_parent[s] >= 0
     ]
     axes.add_collection(LineCollection(joints, colors="0.6", linewidths=0.6, zorder=0))
     axes.set_xlim(0, float(last.max()) * 1.08 + 1)
-    axes.set_ylim(float(place.max()) + 1, -1)
+    axes.set_ylim(float(heights.max()) + 1, -1)
     axes.set_yticks([])
     axes.set_xlabel("depth (tokens)")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, frameon=False)
-    return place
+    return heights
 
 
 def _num_lines(tree: RolloutTree) -> int:
     return int((tree.num_children == 0).sum())
 
 
-def _vertical_places(tree: RolloutTree) -> FloatArray:
+def _segment_heights(tree: RolloutTree) -> FloatArray:
     """Leaves one below the other; a segment above others stands in the middle of them."""
     above = tree.segment_parent
-    place = np.zeros(len(above))
+    heights = np.zeros(len(above))
     low, high = np.full(len(above), np.inf), np.full(len(above), -np.inf)
     inner = np.zeros(len(above), bool)
     inner[above[above >= 0]] = True
-    place[~inner] = np.arange(int((~inner).sum()))
+    heights[~inner] = np.arange(int((~inner).sum()))
     for segment in range(len(above) - 1, -1, -1):
         if inner[segment]:
-            place[segment] = (low[segment] + high[segment]) / 2
+            heights[segment] = (low[segment] + high[segment]) / 2
         up = above[segment]
         if up >= 0:
-            low[up], high[up] = min(low[up], place[segment]), max(high[up], place[segment])
-    return place
+            low[up], high[up] = min(low[up], heights[segment]), max(high[up], heights[segment])
+    return heights
 
 
-def _draw_rewards(axes: Axes, tree: RolloutTree, rewards: Sequence[float | None], place: FloatArray) -> None:
+def _draw_rewards(axes: Axes, tree: RolloutTree, rewards: Sequence[float | None], segment_heights: FloatArray) -> None:
     known = [i for i, reward in enumerate(rewards) if reward is not None]
     if not known:
         return
     ends = tree.end_rows[known]
-    heights = place[np.searchsorted(tree.segment_starts, ends, side="right") - 1]
+    heights = segment_heights[np.searchsorted(tree.segment_starts, ends, side="right") - 1]
     values = [float(rewards[i]) for i in known]  # type: ignore[arg-type]
     depths = tree.depth[ends] + 1
     points = axes.scatter(
@@ -141,9 +142,10 @@ def plot_plan(
     height = 1.2 + 0.16 * lines, 1.2 + 0.7 * schedule.config.world_size
     figure = Figure(figsize=(11, sum(height)), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=height)
-    place = draw_segments(above, tree)
-    _draw_rewards(above, tree, rewards, place)
-    above.set_title(f"group {group}: shared {tree.sharing_ratio:.2f}x", fontsize=10, loc="left")
+    heights = draw_segments(above, tree)
+    _draw_rewards(above, tree, rewards, heights)
+    title = f"group {group}: shared {tree.sharing_ratio:.2f}x"
+    above.set_title(title, fontsize=10, loc="left", parse_math=False)  # names may hold dollars
     draw_schedule(below, schedule)
     figure.savefig(path, dpi=120)
 

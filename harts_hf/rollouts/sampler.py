@@ -7,8 +7,12 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from harts_hf.rollouts.contract import check_text, fork_environment, play_turn, read_reward
 from harts_hf.rollouts.decoding import LockstepDecoder, TokenSampler
 from harts_hf.rollouts.environment import Environment
+
+# No token of any vocabulary is longer, so a text of more than so many characters per token is not even encoded.
+_MAX_CHARACTERS_PER_TOKEN = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,7 @@ class TreeShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout:
+class SampledRollout:
     """One leaf of a tree: a whole conversation.
 
     Attributes:
@@ -66,7 +70,7 @@ class Rollout:
         env_mask: ``[C]`` 1 at the policy's tokens, 0 at the environment's.
         reward: the environment's reward.
         num_turns: turns begun.
-        tree: number of the tree (the prompt group) that it is a leaf of.
+        tree: index of the tree (the prompt group) that it is a leaf of.
         path: the branch taken at each fork; a conversation that was over before a fork stands for all its branches.
     """
 
@@ -99,7 +103,7 @@ class _Conversation:
         # The first branch goes on with the environment itself: one copy fewer.
         return replace(
             self,
-            environment=self.environment if branch == 0 else self.environment.fork(),
+            environment=self.environment if branch == 0 else fork_environment(self.environment),
             completion_ids=list(self.completion_ids),
             logprobs=list(self.logprobs),
             env_mask=list(self.env_mask),
@@ -112,19 +116,19 @@ class _Conversation:
         self.logprobs.append(logprob)
         self.env_mask.append(int(sampled))
 
-    def rollouts(self, shape: TreeShape) -> Iterator[Rollout]:
+    def rollouts(self, shape: TreeShape) -> Iterator[SampledRollout]:
         """Its leaves: one, or as many equal ones as the forks ahead of a conversation that is over would have made.
 
         So each history keeps its weight: a leaf that is over has only itself as a continuation. Equal trajectories
         cost a tree trainer nothing.
         """
         for _ in range(math.prod(shape.branching[len(self.path) :])):
-            yield Rollout(
+            yield SampledRollout(
                 prompt_ids=list(self.prompt_ids),
                 completion_ids=list(self.completion_ids),
                 logprobs=list(self.logprobs),
                 env_mask=list(self.env_mask),
-                reward=float(self.environment.reward),
+                reward=read_reward(self.environment),
                 num_turns=self.turn + 1,
                 tree=self.tree,
                 path=self.path,
@@ -140,6 +144,7 @@ class TreeSampler:
         tokenizer: encodes what environments say (no special tokens added) and decodes turns for them.
         end_token_ids: tokens that end a turn.
         shape: where to fork, and the limits.
+        max_prompt_tokens: most tokens of a prompt (what the model has positions for); None for no limit.
     """
 
     def __init__(
@@ -150,14 +155,16 @@ class TreeSampler:
         tokenizer: PreTrainedTokenizerBase,
         end_token_ids: Sequence[int],
         shape: TreeShape,
+        max_prompt_tokens: int | None = None,
     ) -> None:
         self._decoder = decoder
         self._sampler = sampler
         self._tokenizer = tokenizer
         self._end_token_ids = frozenset(end_token_ids)
         self._shape = shape
+        self._max_prompt_tokens = max_prompt_tokens
 
-    def sample(self, environments: Sequence[Environment], texts: Sequence[str]) -> list[Rollout]:
+    def sample(self, environments: Sequence[Environment], texts: Sequence[str]) -> list[SampledRollout]:
         """Samples.
 
         Args:
@@ -168,15 +175,13 @@ class TreeSampler:
             ``len(environments) * shape.num_leaves`` rollouts, tree by tree, the leaves of a tree in depth-first order.
 
         Raises:
-            ValueError: a text without any token.
+            ValueError: a prompt without any token or of too many; an environment that returns something else than its
+                contract says.
         """
         live = [
-            _Conversation(tree=tree, environment=environment, prompt_ids=self._encode(text))
+            _Conversation(tree=tree, environment=environment, prompt_ids=self._encode_prompt(text, environment, tree))
             for tree, (environment, text) in enumerate(zip(environments, texts, strict=True))
         ]
-        for conversation, text in zip(live, texts, strict=True):
-            if not conversation.prompt_ids:
-                raise ValueError(f"expected a prompt of at least one token, got {text!r} (tree {conversation.tree})")
         finished: list[_Conversation] = []
         logits = self._decoder.prefill([conversation.prompt_ids for conversation in live])
         while live:
@@ -190,8 +195,26 @@ class TreeSampler:
         finished.sort(key=lambda conversation: (conversation.tree, conversation.path))
         return [rollout for conversation in finished for rollout in conversation.rollouts(self._shape)]
 
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+    def _encode_prompt(self, text: str, environment: Environment, tree: int) -> list[int]:
+        name = type(environment).__name__
+        check_text(text, f"{name}.reset to return a text", f"tree {tree}")
+        limit = self._max_prompt_tokens
+        ids = self._encode(text, limit)
+        if ids is None:
+            raise ValueError(
+                f"expected {name}.reset to return at most {limit} tokens, the positions of the model, got a text of "
+                f"{len(text):,} characters (tree {tree})"
+            )
+        if not ids:
+            raise ValueError(f"expected a prompt of at least one token, got {text!r} (tree {tree})")
+        return ids
+
+    def _encode(self, text: str, limit: int | None) -> list[int] | None:
+        """Token ids of ``text``; None for more than ``limit``. A text that must have more is not encoded at all."""
+        if limit is not None and len(text) > limit * _MAX_CHARACTERS_PER_TOKEN:
+            return None
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        return ids if limit is None or len(ids) <= limit else None
 
     def _fork(self, live: list[_Conversation]) -> tuple[list[_Conversation], list[int]]:
         """Forks the rows that stand before a forking turn; returns the new rows and the old row of each."""
@@ -230,12 +253,13 @@ class TreeSampler:
         if conversation.completion_ids[-1] not in self._end_token_ids and count < self._shape.max_turn_tokens:
             return room == 0
         action = str(self._tokenizer.decode(conversation.completion_ids[-count:], skip_special_tokens=True))
-        observation, done = conversation.environment.step(action)
+        observation, done = play_turn(conversation.environment, action, conversation.turn)
         if done or conversation.turn + 1 == self._shape.max_turns:
             return True
-        conversation.unread = self._encode(observation)
-        if len(conversation.unread) >= room:
+        unread = self._encode(observation, room - 1)  # and one token of the policy
+        if unread is None:
             return True
+        conversation.unread = unread
         conversation.turn += 1
         conversation.turn_tokens = 0
         return False

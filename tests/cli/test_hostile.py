@@ -136,3 +136,39 @@ def test_cost_models_that_cannot_be_read(content, rollouts, tmp_path, capsys):
     (tmp_path / "cost.json").write_text(content)
     message = refused(capsys, "plan", rollouts, "--cost", tmp_path / "cost.json")
     assert f"expected a cost model that harts bench --fit-cost wrote, got '{tmp_path / 'cost.json'}'" in message
+
+
+def test_a_broken_pipe_of_somebody_else_is_an_error(rollouts, monkeypatch, capsys):
+    """Only a stdout that nobody reads ends a command in silence."""
+
+    def broken(*_):
+        raise BrokenPipeError(32, "Broken pipe of a judge")
+
+    monkeypatch.setattr("harts_hf.cli.plan.read_rollouts", broken)
+    assert "harts plan: [Errno 32] Broken pipe of a judge" in refused(capsys, "plan", rollouts)
+
+
+def test_memory_that_is_not_there_is_a_line(rollouts, monkeypatch, capsys):
+    """As where a shape file asks for a tree of terabytes."""
+
+    def too_much(*_):
+        raise MemoryError("Unable to allocate 15 TiB")
+
+    monkeypatch.setattr("harts_hf.cli.plan.read_rollouts", too_much)
+    assert refused(capsys, "plan", rollouts) == "harts plan: out of memory: Unable to allocate 15 TiB\n"
+
+
+def test_lengths_of_a_shape_that_wrap_around(tmp_path, capsys):
+    """Their sum is checked before it is one of 64 bits."""
+    row = {"group": "a", "parent": [-1, 0], "length": [2**62, 2**62], "sample_node": [1]}
+    (tmp_path / "shape.jsonl").write_text(json.dumps(row))
+    message = refused(capsys, "plan", tmp_path / "shape.jsonl")
+    assert f"line 1: expected lengths of at most 1,099,511,627,776 tokens in all, got {2**63}" in message
+
+
+def test_numbers_of_thousands_of_digits(tmp_path, capsys):
+    """Python's limit on them is one more way not to be JSON."""
+    (tmp_path / "r.jsonl").write_text('{"group": "a", "token_ids": [' + "9" * 5000 + "]}")
+    assert "line 1: expected a JSON object, got invalid JSON (Exceeds the limit" in refused(
+        capsys, "plan", tmp_path / "r.jsonl"
+    )

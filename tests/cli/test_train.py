@@ -1,13 +1,17 @@
 """`harts train`: recipes, overrides, what a run leaves behind, and what is refused before a step is lost."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import TrainerControl, TrainerState
 
 from harts_hf.cli.main import main as harts
 from harts_hf.cli.train import build_trainer, parse
+from harts_hf.cli.train_report import TrainReport
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -128,6 +132,101 @@ def test_an_error_of_user_code_shows_where_it_was(tmp_path, monkeypatch, capsys)
     assert not (tmp_path / "summary.json").exists()
 
 
+USER_CODE = """
+import numpy as np
+from harts_hf.rollouts.environments.shelf import ShelfEnvironment
+
+def none(completions, **columns):
+    return [None] * len(completions)
+
+def some(completions, **columns):
+    some.calls = getattr(some, "calls", 0) + 1
+    return [None if some.calls == 2 else 0.5] * len(completions)
+
+def pipe(completions, **columns):
+    raise BrokenPipeError("a judge that has died")
+
+def leave(completions, **columns):
+    raise SystemExit(0)
+
+class Leaves(ShelfEnvironment):
+    def step(self, action):
+        raise SystemExit
+
+class LeavesAtOnce(ShelfEnvironment):
+    def __init__(self):
+        raise SystemExit(0)
+
+class Stops(ShelfEnvironment):
+    def step(self, action):
+        raise StopIteration
+
+class Nan(ShelfEnvironment):
+    @property
+    def reward(self):
+        return np.nan
+"""
+
+
+@pytest.fixture
+def user_code(tmp_path, monkeypatch):
+    """A module of a user; a run of three steps with it."""
+    (tmp_path / "user_code.py").write_text(USER_CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "user_code", raising=False)
+    folder = tmp_path / "out"
+    steps = ["--max_steps", "3", "--logging_steps", "1", "--save_strategy", "no", "--output_dir", str(folder)]
+    yield lambda *options: harts(["train", TINY, *SMALL, *steps, "--tree_credit", "trajectory", *options])
+    sys.modules.pop("user_code", None)
+
+
+@pytest.mark.parametrize(("reward", "means"), [("none", [None] * 3), ("some", [0.5, None, 0.5])])
+def test_steps_in_which_nothing_can_be_scored(reward, means, user_code, tmp_path, capsys):
+    """TRL takes None for a reward and logs None: it is shown, and means are those of the other logs."""
+    assert user_code("--reward_funcs", f"user_code:{reward}") == 0
+    output = capsys.readouterr().out
+    assert ("none" in output) and [entry["reward"] for entry in read_metrics(tmp_path / "out")] == means
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["first_mean_reward"] == summary["last_mean_reward"] == means[0]
+    assert (tmp_path / "out" / "reward.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--reward_funcs", "user_code:pipe"], "BrokenPipeError: a judge that has died"),
+        (
+            ["--reward_funcs", "user_code:leave"],
+            "expected environments and reward functions to return, got SystemExit(0)",
+        ),
+        (["--environment", "user_code:Leaves", "--environment_kwargs", "{}"], "to return, got SystemExit(None)"),
+        (["--environment", "user_code:Stops", "--environment_kwargs", "{}"], "StopIteration"),
+        (["--environment", "user_code:LeavesAtOnce", "--environment_kwargs", "{}"], "to return, got SystemExit(0)"),
+        (
+            ["--environment", "user_code:Nan", "--environment_kwargs", "{}"],
+            "expected Nan.reward to be a finite number",
+        ),
+    ],
+)
+def test_user_code_that_ends_the_run(options, message, user_code, tmp_path, capsys):
+    """Whatever it raises is an error with its traceback and exit status 1, never a quiet end or a success."""
+    assert user_code(*options) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" in error and message in error
+    assert not (tmp_path / "out" / "summary.json").exists()
+
+
+def test_only_the_first_process_writes(tmp_path):
+    """A report on another process leaves no file and prints nothing."""
+    report = TrainReport(SimpleNamespace(last_rollouts=[]))
+    state = TrainerState(is_world_process_zero=False, global_step=1, max_steps=1)
+    arguments = SimpleNamespace(output_dir=str(tmp_path))
+    report.on_train_begin(arguments, state, TrainerControl(), model=torch.nn.Linear(1, 1))
+    report.on_log(arguments, state, TrainerControl(), logs={"reward": 1.0})
+    report.on_train_end(arguments, state, TrainerControl())
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_command_line_overrides_the_recipe():
     """Values of the command line win, dictionaries are JSON, and the rest stays the recipe's."""
     arguments, training, _ = parse(
@@ -183,6 +282,9 @@ def test_unknown_keys_are_named(tmp_path, capsys):
         (["--cpu_threads", "0"], "expected cpu_threads of at least 1, got 0"),
         (["--max_steps", "-1"], "expected max_steps of at least 1 where no dataset is named, got -1"),
         (["--tree_max_tokens_per_microbatch", "10"], "got 10"),
+        (["--learning_rate", "nan"], "expected learning_rate to be a finite number of at least 0, got nan"),
+        (["--learning_rate", "-1"], "expected learning_rate to be a finite number of at least 0, got -1.0"),
+        (["--adam_beta2", "1"], "expected adam_beta2 in [0, 1), got 1.0"),
     ],
 )
 def test_settings_that_cannot_work(arguments, message, capsys):

@@ -43,7 +43,7 @@ class Ragged(Environment):
         return len(" ".join(self.actions)) / 100
 
 
-def sample(shape, *, environments=None, seed=0, prompts=("lamp wanted", "book", "cup wanted error look")):
+def sample(shape, *, environments=None, seed=0, prompts=("lamp wanted", "book", "cup wanted error look"), **options):
     """Rollouts of one tree a prompt, and the model they were drawn from."""
     model = tiny_model("bailing_hybrid", vocab_size=len(TOKENIZER)).eval()
     environments = environments or [Ragged() for _ in prompts]
@@ -55,6 +55,7 @@ def sample(shape, *, environments=None, seed=0, prompts=("lamp wanted", "book", 
         tokenizer=TOKENIZER,
         end_token_ids=[END],
         shape=shape,
+        **options,
     )
     return sampler.sample(environments, texts), model
 
@@ -189,6 +190,43 @@ def test_an_empty_prompt_is_refused():
     """There would be nothing to predict the first token from."""
     with pytest.raises(ValueError, match=r"expected a prompt of at least one token, got '' \(tree 1\)"):
         sample(shape(), prompts=("lamp wanted", "", "cup"))
+
+
+class Long(Ragged):
+    """Answers with a text of five million characters."""
+
+    def step(self, action):
+        self.actions.append(action)
+        return StepResult("lamp " * 1_000_000, done=False)
+
+
+def test_an_observation_that_cannot_fit_is_not_even_encoded(monkeypatch):
+    """It ends the conversation before the observation, as any that does not fit, and costs nothing."""
+    lengths = []
+    encode = type(TOKENIZER).__call__
+
+    def recorded(self, text, **options):
+        lengths.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(type(TOKENIZER), "__call__", recorded)
+    rollouts, _ = sample(shape(), environments=[Long() for _ in range(3)])
+    assert {rollout.num_turns for rollout in rollouts} == {1}
+    assert max(lengths) < 1000
+
+
+@pytest.mark.parametrize("count", [10_000, 1_000_000])
+def test_a_prompt_longer_than_the_model_is_refused(count):
+    """By its tokens, or by its characters where they are too many to be encoded."""
+    with pytest.raises(ValueError, match=r"expected Ragged.reset to return at most 512 tokens, .* got a text of"):
+        sample(shape(), prompts=("lamp", "lamp " * count), max_prompt_tokens=512)
+
+
+@pytest.mark.parametrize("prompt", [None, 7, b"lamp"])
+def test_a_prompt_that_is_no_text_is_refused(prompt):
+    """Named with the environment and the tree."""
+    with pytest.raises(ValueError, match=r"expected Ragged.reset to return a text, got .* \(tree 1\)"):
+        sample(shape(), prompts=("lamp", prompt))
 
 
 @pytest.mark.parametrize(

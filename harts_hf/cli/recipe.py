@@ -1,0 +1,198 @@
+"""Recipes: YAML files read within limits, their values checked, and what the command line says instead."""
+
+import argparse
+import difflib
+import json
+import os
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+from trl import ModelConfig, TrlParser
+
+from harts_hf.cli.train_arguments import DICT_FIELDS, TrainArguments
+from harts_hf.trainers import TreeGRPOConfig
+
+DESCRIPTION = """\
+Trains a policy on rollout trees as a recipe says. A recipe is a TRL YAML file: every field of TreeGRPOConfig, of TRL's
+ModelConfig and of TrainArguments. The command line overrides it. Of the dictionaries (model_config,
+environment_kwargs), "--model_config JSON" replaces the recipe's as a whole, "--model_config.KEY VALUE" one key of it.
+"""
+MAX_BYTES = 2**20
+MAX_VALUES = 10_000  # aliases written out
+
+
+def split_recipe(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The recipe's path (the first argument if it is no option, or what follows ``--config``), and the rest."""
+    options = list(argv)
+    if options and not options[0].startswith("-"):
+        return options[0], options[1:]
+    if "--config" not in options:
+        return None, options
+    index = options.index("--config")
+    if index + 1 == len(options):
+        raise ValueError("expected a recipe after --config, got none")
+    return options[index + 1], options[:index] + options[index + 2 :]
+
+
+def parse(argv: Sequence[str]) -> tuple[TrainArguments, TreeGRPOConfig, ModelConfig]:
+    """Reads the recipe and the command line.
+
+    Args:
+        argv: the recipe's path, then ``--field value`` pairs; the recipe may be left out.
+
+    Raises:
+        ValueError: a file that is no recipe; an unknown key (named); a value that its field refuses.
+        OSError: no such recipe.
+        SystemExit: help was asked for, or a value has the wrong type (argparse prints which).
+    """
+    path, options = split_recipe(argv)
+    recipe = {} if path is None else read_recipe(path)
+    _set_variables(recipe.pop("env", None) or {})
+    keys = _take_dictionary_keys(options)
+    types: Any = (TrainArguments, TreeGRPOConfig, ModelConfig)
+    hints = {name: hint for kind in types for name, hint in typing.get_type_hints(kind).items()}
+    parser = TrlParser(
+        types,
+        prog="harts train",
+        usage="harts train RECIPE [--field value ...]",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+    )
+    actions = {action.dest: action for action in reversed(parser._actions)}
+    unknown = [name for name in recipe if name not in actions]
+    for name in recipe.keys() & actions.keys():
+        _check_value(actions[name], hints.get(name), recipe[name])
+    parser.set_defaults_with_config(**{name: value for name, value in recipe.items() if name in actions})
+    try:
+        *parsed, rest = parser.parse_args_into_dataclasses(options, return_remaining_strings=True)
+    except ZeroDivisionError as error:  # TRL divides by it before it checks it
+        raise ValueError("expected num_generations of at least 2, got 0") from error
+    except (TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:  # of TRL's own checks
+        raise ValueError(f"expected settings that TRL takes, got {type(error).__name__}: {error}") from error
+    unknown += [name for name in rest if name.startswith("--")] or rest
+    if unknown:
+        raise ValueError(unknown_message(unknown, set(actions)))
+    arguments, training, model = parsed
+    for name in DICT_FIELDS:
+        if recipe.get(name) and any(option.split("=")[0] == f"--{name}" for option in options):
+            print(f"{name} of the command line replaces the recipe's as a whole", file=sys.stderr)
+        setattr(arguments, name, {**getattr(arguments, name), **keys.get(name, {})})
+    return arguments, training, model
+
+
+def read_recipe(path: str) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ValueError: no UTF-8, no YAML, no mapping of texts to values, a key twice in a mapping, more than ``MAX_BYTES``
+            or, with aliases written out, more than ``MAX_VALUES`` values.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    expected = f"expected {path!r} to be a recipe"
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"{expected} of at most {MAX_BYTES:,} bytes, got more")
+    try:
+        loader = yaml.SafeLoader(content.decode("utf-8-sig"))
+        node = loader.get_single_node()
+        if node is not None:
+            _check_node(node, {})
+        recipe = None if node is None else loader.construct_document(node)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{expected} in UTF-8, got {error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{expected} in YAML, got an error: {' '.join(str(error).split())}") from error
+    if not isinstance(recipe, dict):
+        got = "nothing" if recipe is None else type(recipe).__name__
+        raise ValueError(f"a recipe such as {path} must contain a YAML mapping, got {got}")
+    names = [name for name in recipe if not isinstance(name, str)]
+    if names:
+        raise ValueError(f"{expected} whose keys are texts, got {names[0]!r}")
+    return recipe
+
+
+def _check_node(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """The number of values in a node, each alias counted as what it stands for."""
+    if id(node) in sizes:
+        if sizes[id(node)] == 0:
+            raise ValueError("an alias stands inside its own anchor")
+        return sizes[id(node)]
+    sizes[id(node)] = 0
+    children: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        names = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in names:
+                raise ValueError(f"key {key.value!r} stands twice, again in line {key.start_mark.line + 1}")
+            names.add(str(key.value))
+        children = [child for pair in node.value for child in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        children = node.value
+    size = 1 + sum(_check_node(child, sizes) for child in children)
+    if size > MAX_VALUES:
+        raise ValueError(f"more than {MAX_VALUES:,} values, aliases written out")
+    sizes[id(node)] = size
+    return size
+
+
+def _set_variables(variables: Any) -> None:
+    if not isinstance(variables, dict):
+        raise ValueError(f"expected env to be a mapping of environment variables, got {type(variables).__name__}")
+    for name, value in variables.items():
+        if not isinstance(name, str) or not name or set(name) & set("=\0"):
+            raise ValueError(f"expected env to name environment variables, got {name!r}")
+        if isinstance(value, dict | list) or "\0" in str(value):
+            raise ValueError(f"expected env to give {name} a text or a number, got {value!r}")
+        os.environ[name] = str(value)
+
+
+def _take_dictionary_keys(options: list[str]) -> dict[str, dict[str, Any]]:
+    """Takes ``--FIELD.KEY VALUE`` of the dictionary fields out of the options; values are JSON, or else texts."""
+    keys: dict[str, dict[str, Any]] = {}
+    for index in range(len(options) - 1, -1, -1):
+        name, _, key = options[index].removeprefix("--").partition(".")
+        if not (options[index].startswith("--") and key and name in DICT_FIELDS):
+            continue
+        key, is_joined, value = key.partition("=")
+        if not is_joined and index + 1 == len(options):
+            raise ValueError(f"expected a value after {options[index]}, got none")
+        value = value if is_joined else options.pop(index + 1)
+        del options[index]
+        try:
+            keys.setdefault(name, {}).setdefault(key, json.loads(value))  # the last one wins, and comes first here
+        except json.JSONDecodeError:
+            keys.setdefault(name, {}).setdefault(key, value)
+    return keys
+
+
+def _check_value(action: argparse.Action, hint: Any, value: Any) -> None:
+    """Checks a recipe's value as argparse checks those of the command line; it takes defaults as they are."""
+    if value is None:
+        return
+    if action.nargs == "+" and not isinstance(value, list):
+        raise ValueError(f"expected {action.dest} to be a list, got {value!r}")
+    is_text = hint in (str, str | None) or (action.nargs == "+" and action.type is str)
+    for entry in value if action.nargs == "+" else [value]:
+        if is_text and not isinstance(entry, str):
+            raise ValueError(f"expected {action.dest} to be a text, got {entry!r}")
+        is_number = action.type in (int, float) or getattr(action.type, "__name__", "") == "string_to_bool"
+        if is_number and callable(action.type):
+            try:
+                action.type(str(entry))
+            except (ValueError, argparse.ArgumentTypeError) as error:
+                kind = {int: "an integer", float: "a number"}.get(action.type, "true or false")  # type: ignore[call-overload]
+                raise ValueError(f"expected {action.dest} to be {kind}, got {entry!r}") from error
+
+
+def unknown_message(names: Sequence[str], known: set[str] | Mapping[str, Any]) -> str:
+    """Names the keys that are not known, each with the nearest one that is."""
+    parts = []
+    for name in names:
+        name = name.lstrip("-")
+        close = difflib.get_close_matches(name, known, n=1)
+        parts.append(f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
+    return f"unknown key {', '.join(parts)}"
