@@ -119,7 +119,7 @@ def test_speed_needs_its_verdict(gpu: Any, tmp_path: Path) -> None:
 
 
 def test_jobs_end_in_time_and_go_on(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that hangs is killed, one that an earlier run of this commit has done is not run, one too late not begun."""
+    """A job that hangs is killed, one that this commit has done is not run again, one too late is not begun."""
     monkeypatch.setenv("HARTS_COMMIT", "now")
     (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(60)")
     environment = {"PYTHONPATH": str(tmp_path)}

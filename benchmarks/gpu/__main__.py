@@ -50,7 +50,9 @@ DIM, VARIANT = choice("head_dim", HEAD_DIMS), choice("--variant", FLASH_VARIANTS
 KINDS = some("--kinds", LINEAR_KINDS, "of layers (default: all)")
 LAYOUTS = some("--layouts", LINEAR_LAYOUTS, "in the order in which they are timed (default: all)")
 FAMILY = some("--families", FAMILIES, "of models (default: all)")
-WHOLE_RECORD = RESULTS / "whole_h200.json"
+KERNELS_RECORD = path("--record", "(default: %(default)s)", default=RESULTS / "kernels_h200.json")
+WHOLE_RECORD = path("--record", "(default: %(default)s)", default=RESULTS / "whole_h200.json")
+PARTS = path("parts", "result files; without any, the record is checked and drawn anew", nargs="*")
 
 
 def run(seconds: int, stages: tuple[str, ...], help: str, *more: Argument) -> Command:
@@ -64,13 +66,6 @@ def run(seconds: int, stages: tuple[str, ...], help: str, *more: Argument) -> Co
         some("--stages", stages, f"of {', '.join(stages)} (default: all)"),
     )
     return Command("runs", help, (*shared, *more))
-
-
-def extend(name: str, help: str, *more: Argument) -> Command:
-    """Result files merged into a record, which is then drawn."""
-    parts = path("parts", "result files; without any, the record is checked and drawn anew", nargs="*")
-    record = path("--record", "(default: %(default)s)", default=RESULTS / f"{name}_h200.json")
-    return Command("record", help, (parts, record, *more))
 
 
 COMMANDS = {
@@ -101,16 +96,19 @@ COMMANDS = {
         )
         for stage, parts in WHOLE_PARTS.items()
     },
-    ("record", "kernels"): extend(
-        "kernels", "refuses where a parity check fails", path("--parity", "linear attention's (default: the record's)")
+    ("record", "kernels"): Command(
+        "record", "merges result files into the record; refuses where a parity check fails",
+        (PARTS, path("--parity", "the checks of linear attention (default: the record's)"), KERNELS_RECORD),
     ),
-    ("record", "whole"): extend("whole", "refuses a speed without its verdict"),
+    ("record", "whole"): Command(
+        "record", "merges result files into the record; refuses a speed without its verdict", (PARTS, WHOLE_RECORD)
+    ),
     ("predict", "memory"): Command(
         "linear.predict", "peak memory of linear layers; needs FLA and Triton, no GPU", (KINDS, SHAPES, OUT)
     ),
     ("predict", "windows"): Command(
         "whole.peaks", "the recorded peaks of windows anew, without a GPU",
-        (path("--record", "(default: %(default)s)", default=WHOLE_RECORD), OUT),
+        (WHOLE_RECORD, OUT),
     ),
     ("compile", "whole"): Command(
         "whole.launches", "what whole models launch, for Hopper; needs FLA and Triton, no GPU",

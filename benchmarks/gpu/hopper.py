@@ -18,23 +18,19 @@ def pretend() -> None:
     torch.cuda.device_count = lambda: 1
 
 
-class _Driver:
-    """Of Triton, with a target and no GPU."""
+def _set_driver() -> None:
+    """Triton's, with a target and no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
 
-    def __init__(self) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", 90, 32)
-        self.utils = SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": SHARED_MEMORY})
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+    target = GPUTarget("cuda", 90, 32)
+    driver = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        utils=SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": SHARED_MEMORY}),
+    )
+    triton.runtime.driver.set_active(driver)
 
 
 def no_launches() -> None:
@@ -43,7 +39,7 @@ def no_launches() -> None:
 
     for launcher in (triton.runtime.JITFunction, triton.runtime.Autotuner, triton.runtime.autotuner.Heuristics):
         launcher.run = lambda self, *args, **kwargs: None
-    triton.runtime.driver.set_active(_Driver())
+    _set_driver()
 
 
 def compile_launches(launched: Callable[[str, str], None], tuned: Callable[[str, tuple], None]) -> None:
@@ -79,6 +75,6 @@ def compile_launches(launched: Callable[[str, str], None], tuned: Callable[[str,
         config = config or self.prune_configs(kwargs)[0]
         return self.fn.run(*args, **{**kwargs, **config.all_kwargs()})
 
-    triton.runtime.driver.set_active(_Driver())
+    _set_driver()
     triton.runtime.JITFunction.run = compile_only
     triton.runtime.Autotuner.run = first_config

@@ -79,10 +79,14 @@ class RMSNormGated(nn.Module):
 
 
 class LinearLayer(nn.Module):
-    """What both kinds share: q, k, v projection, convolution, output norm and projection."""
+    """What both kinds share: q, k, v projection, convolution, output norm and projection.
+
+    A kind adds ``gates(x)``: g, beta, z.
+    """
 
     def __init__(self, kind: LinearKind) -> None:
         super().__init__()
+        self.kimi, self.low_rank = kind.kimi, kind.low_rank
         self.heads, self.value_heads, self.dim = kind.heads, kind.value_heads, kind.dim
         channels = (2 * kind.heads + kind.value_heads) * kind.dim
         self.in_proj_qkv = nn.Linear(kind.hidden, channels, bias=False)
@@ -100,11 +104,7 @@ class LinearLayer(nn.Module):
         return q.unflatten(-1, (-1, self.dim)), k.unflatten(-1, (-1, self.dim)), v.unflatten(-1, (-1, self.dim))
 
     def rule(self, mixer: Mixer) -> Callable[..., torch.Tensor]:
-        raise NotImplementedError
-
-    def gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """g, beta, z."""
-        raise NotImplementedError
+        return mixer.kimi if self.kimi else mixer.gated
 
     def forward(self, x: torch.Tensor, mixer: Mixer) -> torch.Tensor:
         g, beta, z = self.gates(x)
@@ -122,9 +122,6 @@ class GatedDeltaNet(LinearLayer):
         self.A_log = nn.Parameter(torch.empty(kind.value_heads).uniform_(0.1, 16).log())
         self.dt_bias = nn.Parameter(torch.randn(kind.value_heads) * 0.5 - 3)
 
-    def rule(self, mixer: Mixer) -> Callable[..., torch.Tensor]:
-        return mixer.gated
-
     def gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = self.A_log.dtype
         g = -self.A_log.exp() * F.softplus(self.in_proj_a(x).to(wide) + self.dt_bias)
@@ -136,7 +133,6 @@ class KimiDeltaAttention(LinearLayer):
 
     def __init__(self, kind: LinearKind) -> None:
         super().__init__(kind)
-        self.low_rank = kind.low_rank
         width = kind.heads * kind.dim
 
         def projection() -> nn.Module:
@@ -148,9 +144,6 @@ class KimiDeltaAttention(LinearLayer):
         self.f_proj, self.g_proj = projection(), projection()
         self.A_log = nn.Parameter(torch.empty(kind.heads).uniform_(1, 16).log())
         self.dt_bias = nn.Parameter(torch.randn(width) * 0.5 - 3)
-
-    def rule(self, mixer: Mixer) -> Callable[..., torch.Tensor]:
-        return mixer.kimi
 
     def gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = self.A_log.dtype

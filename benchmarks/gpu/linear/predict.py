@@ -5,50 +5,24 @@ Every tensor that a step allocates is counted while it lives, for the tree and f
 """
 
 import argparse
-import weakref
 from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu import hopper, record
 from benchmarks.gpu.linear.layers import LinearLayer, Mixer, expanded_mixer, make_layer
 from benchmarks.gpu.registry import PREDICTED_LAYOUTS
 from benchmarks.gpu.trees import Forest, named_forest
+from benchmarks.live_bytes import LiveBytes
 
-BLOCK = 512  # bytes to whose multiples the GPU's allocator rounds
 
+class AllocatedBytes(LiveBytes):
+    """Of tensors that a GPU would hold: those on the meta device."""
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of all storages made while it is entered, views of what was there included, now and at most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._ids: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
-                self._count(tensor.untyped_storage())
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        number = storage._cdata
-        if number in self._ids:
-            return
-        self._ids.add(number)
-        size = -(-storage.nbytes() // BLOCK) * BLOCK
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, number, size)
-
-    def _free(self, number: int, size: int) -> None:
-        self._ids.discard(number)
-        self.now -= size
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type == "meta":
+            super()._add(storage)
 
 
 def tree_mixer(forest: Forest) -> Mixer:
@@ -80,7 +54,7 @@ def peak(layer: LinearLayer, mixer: Mixer, tokens: int) -> int:
     hidden = layer.in_proj_qkv.in_features
     x = torch.empty(tokens, hidden, device="meta", dtype=torch.bfloat16).requires_grad_()
     dy = torch.empty(tokens, hidden, device="meta", dtype=torch.bfloat16)
-    with LiveBytes() as live:
+    with AllocatedBytes() as live:
         torch.autograd.grad(layer(x, mixer), [x, *layer.parameters()], dy)
     return live.peak
 

@@ -60,22 +60,9 @@ def dataset() -> Dataset:
 def arguments(folder: Path, **overrides: Any) -> dict[str, Any]:
     """Of a trainer, for a few SGD steps."""
     return {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_generations": NUM_GENERATIONS,
-        "max_completion_length": 256,
-        "learning_rate": 0.05,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_steps": STEPS,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "temperature": 0.9,
-        "max_grad_norm": 1e9,
-        "dataloader_pin_memory": False,
-        "router_aux_loss_coef": 0.0,
-        **overrides,
-    }
+        "output_dir": str(folder), "max_steps": STEPS, "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 1e9,
+        "lr_scheduler_type": "constant", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+        "num_generations": NUM_GENERATIONS, "max_completion_length": 256, "temperature": 0.9,
+        "router_aux_loss_coef": 0.0, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+        "disable_tqdm": True, "dataloader_pin_memory": False, **overrides,
+    }  # fmt: skip
