@@ -1,5 +1,6 @@
 """The GPU benchmarks on a machine without a GPU: they import, their commands parse, and the record refuses."""
 
+import argparse
 import ast
 import copy
 import subprocess
@@ -100,6 +101,16 @@ def test_records_pass_their_gates_and_extend(gpu: Any) -> None:
             broken["parity"][kind]["passes"] = gpu.gates.linear_passes(broken["parity"][kind])
         with pytest.raises(SystemExit, match=kind):
             gpu.gates.check_kernels(broken)
+
+
+def test_linear_rows_need_their_own_check(gpu: Any, tmp_path: Path) -> None:
+    """The record's earlier parity does not stand for code that is measured now."""
+    part = tmp_path / "linear.json"
+    gpu.record.write(part, {"rows": [], "failures": {}})
+    record = gpu.record.RESULTS / "kernels_h200.json"
+    options = argparse.Namespace(what="kernels", parity=None, parts=[part], record=record)
+    with pytest.raises(SystemExit, match="--parity"):
+        gpu.record.main(options)
 
 
 def test_speed_needs_its_verdict(gpu: Any, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ COMMANDS = {
     },
     ("record", "kernels"): Command(
         "record", "merges result files into the record; refuses where a parity check fails",
-        (PARTS, path("--parity", "the checks of linear attention (default: the record's)"), KERNELS_RECORD),
+        (PARTS, path("--parity", "the checks of linear attention, for its rows"), KERNELS_RECORD),
     ),
     ("record", "whole"): Command(
         "record", "merges result files into the record; refuses a speed without its verdict", (PARTS, WHOLE_RECORD)

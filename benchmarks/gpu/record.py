@@ -155,14 +155,12 @@ def main(options: argparse.Namespace) -> None:
 
     result = read(options.record) if options.record.exists() else None
     if options.what == "kernels":
-        if options.parts:
-            if options.parity:
-                parity = read(options.parity)
-            elif result:
-                parity = result["parity"]["linear"]
-            else:
-                raise SystemExit("a new record needs --parity")
-            new = collect_kernels(parity, [read(part) for part in options.parts])
+        parts = [read(part) for part in options.parts]
+        if not options.parity and not (result and all("parity" in part for part in parts)):
+            raise SystemExit("rows of linear attention need --parity, the checks beside them: nothing is reported")
+        if parts:
+            parity = read(options.parity) if options.parity else result["parity"]["linear"]
+            new = collect_kernels(parity, parts)
             result = extend_kernels(result, new) if result else new
         check, picture = gates.check_kernels, draw.kernels
     else:
