@@ -1,32 +1,9 @@
-"""Timing, memory and launches of GPU code, and what identifies a machine."""
+"""Timing, memory and launches of GPU code."""
 
-import importlib.metadata
-import os
 import statistics
-import sys
-import traceback
 from collections.abc import Callable
 
 import torch
-
-POOLED_LIMIT, SINGLE_LIMIT = 1.1, 4.0
-
-
-def within_limits(errors: list[dict]) -> bool:
-    """Whether there are errors, and each is within the limits of its ratio to the baseline's, pooled and singly."""
-    return bool(errors) and all(e["ratio"] <= POOLED_LIMIT and e["worst_single"] <= SINGLE_LIMIT for e in errors)
-
-
-def errors_of(entries: dict) -> list[dict]:
-    """The errors of all tensors of all entries of a parity check."""
-    return [error for entry in entries.values() for error in entry["errors"].values()]
-
-
-def failure() -> str:
-    """The exception that is being handled, for a result file; its stack, with a machine's paths, goes to the log."""
-    traceback.print_exc(file=sys.stdout)
-    sys.stdout.flush()
-    return "".join(traceback.format_exception_only(sys.exc_info()[1])).strip()[-1000:]
 
 
 def median_ms(run: Callable[[], object], repeats: int = 7, warmups: int = 2) -> float:
@@ -64,7 +41,7 @@ def _queue(run: Callable[[], object], repeats: int) -> list[float]:
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Most memory that ``run`` held above what was allocated before it."""
+    """Most memory that ``run`` held above what was allocated before it, when it is run for a second time."""
     run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -87,18 +64,3 @@ def kernels(run: Callable[[], object]) -> list[tuple[str, int, float]]:
         if event.self_device_time_total > 0
     ]
     return sorted(rows, key=lambda row: -row[2])
-
-
-def machine() -> dict[str, object]:
-    """Device, versions and commit for a result file."""
-    versions = {"torch": torch.__version__}
-    for package in ("triton", "fla-core", "flash-attn-4", "transformers"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "device": torch.cuda.get_device_name(),
-        "versions": versions,
-        "commit": os.environ.get("HARTS_COMMIT", "unknown"),
-    }

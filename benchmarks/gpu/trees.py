@@ -1,18 +1,18 @@
-"""The trees that the GPU benchmarks run on: TRL's layouts and the shapes of real rollouts."""
+"""The trees that the GPU benchmarks run on: TRL's layouts, the shapes of real rollouts, and trees with tokens."""
 
 import gzip
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from benchmarks.gpu.registry import LAYOUTS, SHAPE_ROWS
 from harts_hf.batch import AttentionIntervals, ConvTable, GatherIndex, LinearTables
 from harts_hf.planner.chunks import CHUNK_SIZE, build_chunk_tree
 from harts_hf.tree import IntArray, RolloutTree
-
-FRACTIONS = {"0": 0.0, "1/4": 0.25, "3/4": 0.75, "15/16": 0.9375}
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,12 +45,15 @@ class Forest:
     def linear_tables(self) -> LinearTables:
         return LinearTables.build(build_chunk_tree(self.parent, self.depth), np.arange(self.num_rows))
 
-    def conv_table(self, width: int) -> ConvTable:
+    def ancestors(self, width: int) -> IntArray:
+        """``[num_rows, width]``: the rows that a convolution reads, own row last; -1 before the root."""
         columns = [np.arange(self.num_rows)]
         for _ in range(width - 1):
             columns.append(np.append(self.parent, -1)[columns[-1]])
-        index = np.stack(columns[::-1], axis=1).ravel()
-        return ConvTable(gather=GatherIndex.build(index, self.num_rows), width=width)
+        return np.stack(columns[::-1], axis=1)
+
+    def conv_table(self, width: int) -> ConvTable:
+        return ConvTable(gather=GatherIndex.build(self.ancestors(width).ravel(), self.num_rows), width=width)
 
     def intervals(self) -> AttentionIntervals:
         return AttentionIntervals(
@@ -69,6 +72,16 @@ class Forest:
         return int((lengths * (lengths + 1) // 2).sum()), int((self.subtree_end - np.arange(self.num_rows)).sum())
 
 
+def batches(lengths: np.ndarray, most: int = 131072) -> list[np.ndarray]:
+    """Trajectories packed in order into batches of at most ``most`` tokens (longer ones alone), for the baseline."""
+    result: list[list[int]] = [[]]
+    for length in lengths.tolist():
+        if result[-1] and sum(result[-1]) + length > most:
+            result.append([])
+        result[-1].append(length)
+    return [np.array(batch) for batch in result]
+
+
 def join(trees: list[RolloutTree]) -> Forest:
     """Several trees as one forest."""
     parent, depth, end, paths, offset = [], [], [], [], 0
@@ -81,21 +94,9 @@ def join(trees: list[RolloutTree]) -> Forest:
     return Forest(np.concatenate(parent), np.concatenate(depth), np.concatenate(end), paths)
 
 
-def prompt_layout(length: int, fraction: float) -> Forest:
-    """Four rollouts of ``length``; a prefix of ``fraction`` of it is shared by all."""
-    prefix = round(length * fraction)
-    if prefix == 0:
-        return join([RolloutTree.from_shape([-1], [length], [0]) for _ in range(4)])
-    return join([RolloutTree.from_shape([-1, 0, 0, 0, 0], [prefix] + [length - prefix] * 4, [1, 2, 3, 4])])
-
-
-def nested_layout(length: int, fraction: float) -> Forest:
-    """A prefix, two middles and four leaves; middles and leaves share what the prefix leaves in halves."""
-    prefix = round(length * fraction)
-    half = (length - prefix) // 2
-    if prefix == 0:
-        return join([RolloutTree.from_shape([-1, 0, 0], [half] * 3, [1, 2]) for _ in range(2)])
-    return join([RolloutTree.from_shape([-1, 0, 0, 1, 1, 2, 2], [prefix] + [half] * 6, [3, 4, 5, 6])])
+def unshared(length: int, count: int = 1) -> Forest:
+    """``count`` trajectories of ``length`` that share nothing."""
+    return join([RolloutTree.from_shape([-1], [length], [0])] * count)
 
 
 def fork_layout(prefix: int, branches: int, length: int) -> Forest:
@@ -104,25 +105,84 @@ def fork_layout(prefix: int, branches: int, length: int) -> Forest:
     return join([RolloutTree.from_shape(parent, [prefix] + [length] * branches, list(range(1, branches + 1)))])
 
 
-def shape_forest(folder: Path, name: str, min_rows: int, max_groups: int = 100) -> Forest:
+def prompt_layout(length: int, fraction: float) -> Forest:
+    """Four rollouts of ``length``; a prefix of ``fraction`` of it is shared by all."""
+    prefix = round(length * fraction)
+    return fork_layout(prefix, 4, length - prefix) if prefix else unshared(length, 4)
+
+
+def nested_layout(length: int, fraction: float) -> Forest:
+    """A prefix, two middles and four leaves; middles and leaves share what the prefix leaves in halves."""
+    prefix = round(length * fraction)
+    half = (length - prefix) // 2
+    return join([RolloutTree.from_shape([-1, 0, 0, 1, 1, 2, 2], [prefix] + [half] * 6, [3, 4, 5, 6])])
+
+
+def shape_trees(folder: Path, name: str, min_rows: int, max_groups: int | None = None) -> Iterator[RolloutTree]:
     """The first groups of a shape file that together have ``min_rows`` unique tokens."""
-    trees: list[RolloutTree] = []
+    rows = 0
     with gzip.open(folder / f"{name}.jsonl.gz", "rt") as lines:
-        for line in lines:
+        for number, line in enumerate(lines):
             group = json.loads(line)
-            trees.append(RolloutTree.from_shape(group["parent"], group["length"], group["sample_node"]))
-            if sum(tree.num_tokens for tree in trees) >= min_rows or len(trees) == max_groups:
+            tree = RolloutTree.from_shape(group["parent"], group["length"], group["sample_node"])
+            yield tree
+            rows += tree.num_tokens
+            if rows >= min_rows or number + 1 == max_groups:
                 break
-    return join(trees)
 
 
-def layouts(lengths: tuple[int, ...] = (16384, 32768, 65536)) -> dict[str, Forest]:
-    """TRL's layouts by name: prompt-16K-1/4, nested-64K-15/16, ..."""
-    result = {}
-    for length in lengths:
-        for name, fraction in FRACTIONS.items():
-            result[f"prompt-{length // 1024}K-{name}"] = prompt_layout(length, fraction)
-        for name, fraction in FRACTIONS.items():
-            if fraction:
-                result[f"nested-{length // 1024}K-{name}"] = nested_layout(length, fraction)
-    return result
+def shape_forest(folder: Path, name: str, min_rows: int = SHAPE_ROWS) -> Forest:
+    """The first groups of a shape file, at most 100, that together have ``min_rows`` unique tokens."""
+    return join(list(shape_trees(folder, name, min_rows, max_groups=100)))
+
+
+def named_forest(folder: Path, name: str) -> Forest:
+    """A layout of the registry, or the first groups of a shape file."""
+    if name not in LAYOUTS:
+        return shape_forest(folder, name)
+    kind, length, fraction = LAYOUTS[name]
+    return (nested_layout if kind == "nested" else prompt_layout)(length, fraction)
+
+
+def draw_tokens(tree: RolloutTree, vocab: int, seed: int = 0) -> list[np.ndarray]:
+    """Random trajectories of a tree's shape; siblings begin with different tokens."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(2, vocab, tree.num_tokens)
+    order = np.argsort(tree.parent, kind="stable")
+    above = tree.parent[order]
+    first = np.flatnonzero(np.append(True, above[1:] != above[:-1]))
+    nth = np.arange(len(order)) - np.repeat(first, np.diff(np.append(first, len(order))))
+    eldest = np.repeat(order[first], np.diff(np.append(first, len(order))))
+    tokens[order] = 2 + (tokens[eldest] - 2 + nth) % (vocab - 2)
+    return [tokens[tree.path(index)] for index in range(tree.num_trajectories)]
+
+
+def shape_window(folder: Path, name: str, min_rows: int, vocab: int) -> list[np.ndarray]:
+    """Trajectories of the first groups of a shape file that together have ``min_rows`` unique tokens.
+
+    The first token of a group is its number, so that groups share nothing.
+    """
+    found: list[np.ndarray] = []
+    for number, tree in enumerate(shape_trees(folder, name, min_rows)):
+        group = draw_tokens(tree, vocab, seed=number)
+        for row in group:
+            row[0] = 2 + number
+        found += group
+    return found
+
+
+def spine(rows: int) -> RolloutTree:
+    """A spine with a fork of 300 tokens every 1,000."""
+    forks = max(1, rows // 1300)
+    parent = [node for fork in range(forks) for node in (2 * fork - 2 if fork else -1, 2 * fork)]
+    return RolloutTree.from_shape(parent, [1000, 300] * forks, list(range(1, 2 * forks, 2)))
+
+
+def bush(rows: int) -> RolloutTree:
+    """Full binary trees of five levels of 200 tokens each."""
+    parent: list[int] = []
+    for _ in range(max(1, rows // 6200)):
+        first = len(parent)
+        parent += [-1 if node == 0 else first + (node - 1) // 2 for node in range(31)]
+    leaves = [node for node in range(len(parent)) if node not in set(parent)]
+    return RolloutTree.from_shape(parent, [200] * len(parent), leaves)

@@ -4,16 +4,16 @@ import itertools
 
 import numpy as np
 import torch
-from trees import Forest
 
+from benchmarks.gpu.trees import Forest
 from harts_hf.kernels.linear_attention.fla_tables import PackedChains, build_packed_chains
-from harts_hf.kernels.linear_attention.triton_states import run_states_forward
-
-STATE_LIMITS = {"float32": 3e-3, "bfloat16": 2e-2}  # fp32 products run in TF32 (10 bits), states are stored in bf16
+from harts_hf.planner.chunks import CHUNK_SIZE
 
 
 def states(forest: Forest, device: str = "cuda") -> dict[str, float]:
     """The state kernels alone, fp32 and bf16 inputs, in one group and in many, against fp64 node by node."""
+    from harts_hf.kernels.linear_attention.triton_states import run_states_forward
+
     result = {}
     tables = forest.linear_tables().to(device)
     whole = build_packed_chains(tables, np.zeros(0, np.int64), 0, group_size=10**9)
@@ -37,7 +37,7 @@ def states(forest: Forest, device: str = "cuda") -> dict[str, float]:
             parts = []
             for group in chains.groups:
                 cut = [x[:, slice(*group.places)] for x in (k, w, u, g)]
-                parts.append(run_states_forward(*cut, slots, group, chunk_size=64, write_slots=True))
+                parts.append(run_states_forward(*cut, slots, group, chunk_size=CHUNK_SIZE, write_slots=True))
             found[size] = [torch.cat(column, 1) for column in zip(*parts, strict=True)] + [slots]
         same = all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
         exact = states_by_node(*(x.double() for x in (k, w, u, g)), whole)
@@ -54,8 +54,8 @@ def node_rows(chains: PackedChains) -> list[tuple[int, int]]:
     for group in chains.groups:
         ends = group.cu_seqlens.tolist()
         for chain, step in group.chunk_indices.tolist():
-            begin = ends[chain] + 64 * step
-            rows.append((group.places[0] + begin, group.places[0] + min(begin + 64, ends[chain + 1])))
+            begin, end = ends[chain] + CHUNK_SIZE * step, ends[chain + 1]
+            rows.append((group.places[0] + begin, group.places[0] + min(begin + CHUNK_SIZE, end)))
     return rows
 
 

@@ -1,41 +1,28 @@
 """Times linear-attention layers on trees against stock FLA on the expanded trajectories.
 
-    python time_linear.py PARITY.json SHAPES_FOLDER OUT.json [--kinds gdn-16/32 ...] [--layouts prompt-16K-0 ...]
-
 Efficiency is stage by stage: the baseline's time of the rule over the ratio of chunk nodes, plus its time of all else
-over the ratio of rows, divided by the tree's time. Refuses to run where the parity check beside it failed.
+over the ratio of rows, divided by the tree's time. The result says whether the parity check beside it passed; the
+record refuses it otherwise.
 """
 
 import argparse
-import json
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import torch
-from layers import LinearLayer, Mixer, expanded_mixer, make_layer, pin_norm, tree_mixer
-from measure import failure, kernels, machine, median_ms, peak_bytes
-from trees import Forest, fork_layout, layouts, shape_forest
 
+from benchmarks.gpu import record
+from benchmarks.gpu.compare import cu_seqlens
+from benchmarks.gpu.linear.layers import LinearLayer, Mixer, expanded_mixer, make_layer, pin_norm, tree_mixer
+from benchmarks.gpu.measure import kernels, median_ms, peak_bytes
+from benchmarks.gpu.registry import SEED
+from benchmarks.gpu.trees import Forest, batches, fork_layout, named_forest
 from harts_hf.kernels.linear_attention.fla_tables import packed_chains
 
-SHAPES = ("miniswe_b_drop", "tot_game24", "vmcts_dafny_bst", "nemo_qwen3think_b_drop")
-KINDS = ("gdn-16/32", "kda-32", "kda-16")
-MOST_TOKENS = 131072  # of a packed batch of the baseline
-SHAPE_ROWS = 32768
-SEED = 0
+PROFILED = ("nested-16K-15/16", "tot_game24")
 
 
-def batches(lengths: np.ndarray) -> list[np.ndarray]:
-    """Trajectories packed in order into batches of at most MOST_TOKENS (longer ones alone)."""
-    result: list[list[int]] = [[]]
-    for length in lengths.tolist():
-        if result[-1] and sum(result[-1]) + length > MOST_TOKENS:
-            result.append([])
-        result[-1].append(length)
-    return [np.array(batch) for batch in result]
-
-
-def step(layer: LinearLayer, mixer: Mixer, tokens: int):
+def step(layer: LinearLayer, mixer: Mixer, tokens: int) -> Callable[[], object]:
     """A closure that runs the layer forward and backward on fixed random rows."""
     hidden = layer.in_proj_qkv.in_features
     x = torch.randn(tokens, hidden, device="cuda").bfloat16().requires_grad_()
@@ -44,7 +31,7 @@ def step(layer: LinearLayer, mixer: Mixer, tokens: int):
     return lambda: torch.autograd.grad(layer(x, mixer), leaves, dy)
 
 
-def rule_step(layer: LinearLayer, mixer: Mixer, tokens: int):
+def rule_step(layer: LinearLayer, mixer: Mixer, tokens: int) -> Callable[[], object]:
     """A closure that runs the rule alone, from the convolution's output on, forward and backward."""
     with torch.no_grad():
         x = torch.randn(tokens, layer.in_proj_qkv.in_features, device="cuda").bfloat16()
@@ -56,15 +43,11 @@ def rule_step(layer: LinearLayer, mixer: Mixer, tokens: int):
     return lambda: torch.autograd.grad(rule(*layer.split(mixed), *leaves[1:]), leaves, dy)
 
 
-def conv_step(layer: LinearLayer, mixer: Mixer, tokens: int):
+def conv_step(layer: LinearLayer, mixer: Mixer, tokens: int) -> Callable[[], object]:
     """A closure that runs the convolution alone, forward and backward."""
     x = torch.randn(tokens, layer.in_proj_qkv.out_features, device="cuda").bfloat16().requires_grad_()
     dy = torch.randn_like(x)
     return lambda: torch.autograd.grad(mixer.conv(x, layer.conv_weight), [x, layer.conv_weight], dy)
-
-
-def cu_seqlens(lengths: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([[0], lengths.cumsum()])).cuda()
 
 
 def time_baseline(layer: LinearLayer, forest: Forest) -> dict[str, float]:
@@ -85,18 +68,19 @@ def time_baseline(layer: LinearLayer, forest: Forest) -> dict[str, float]:
 
 
 def measure(layer: LinearLayer, kind: str, name: str, forest: Forest) -> list[dict]:
-    linear, conv = forest.linear_tables().to("cuda"), forest.conv_table(4).to("cuda")
-    mixer, rows = tree_mixer(linear, conv), forest.num_rows
+    """The rows of a layer and of its convolution."""
+    mixer, rows = tree_mixer(forest), forest.num_rows
     tree = median_ms(step(layer, mixer, rows), 5, 2)
     rule = median_ms(rule_step(layer, mixer, rows), 3, 1)
     tree_conv = median_ms(conv_step(layer, mixer, rows), 3, 1)
     baseline = time_baseline(layer, forest)
-    ratio, chunk_ratio = forest.ratio, forest.expanded_chunks / linear.num_nodes
+    tables = forest.linear_tables().to("cuda")
+    ratio, chunk_ratio = forest.ratio, forest.expanded_chunks / tables.num_nodes
     ideal = baseline["rule"] / chunk_ratio + (baseline["layer"] - baseline["rule"]) / ratio
     memory = peak_bytes(step(layer, mixer, rows))
     quarter = np.diff(np.linspace(0, rows, 5).astype(np.int64))
     memory_baseline = peak_bytes(step(layer, expanded_mixer(cu_seqlens(quarter)), rows))
-    groups = len(packed_chains(linear, torch.zeros(0, dtype=torch.int64), 0).groups)
+    groups = len(packed_chains(tables, torch.zeros(0, dtype=torch.int64), 0).groups)
     shared = {"layout": name, "kind": kind, "ratio": ratio, "chunk_ratio": chunk_ratio, "rows": rows, "groups": groups}
     result = [
         {
@@ -137,16 +121,15 @@ def launches(layer: LinearLayer) -> dict[str, int]:
     counts = {}
     for branches in (8, 128):
         forest = fork_layout(4096 + 5, branches, 4096 // branches + 1)
-        mixer = tree_mixer(forest.linear_tables().to("cuda"), forest.conv_table(4).to("cuda"))
-        counts[str(branches)] = sum(count for _, count, _ in kernels(step(layer, mixer, forest.num_rows)))
+        counts[str(branches)] = sum(count for _, count, _ in kernels(step(layer, tree_mixer(forest), forest.num_rows)))
     return counts
 
 
 def show_kernels(layer: LinearLayer, forest: Forest, label: str) -> None:
-    mixer = tree_mixer(forest.linear_tables().to("cuda"), forest.conv_table(4).to("cuda"))
+    """Prints the slowest kernels of the tree and of the baseline's first batch."""
     lengths = batches(forest.lengths)[0]
     for name, run in (
-        ("tree", step(layer, mixer, forest.num_rows)),
+        ("tree", step(layer, tree_mixer(forest), forest.num_rows)),
         ("baseline", step(layer, expanded_mixer(cu_seqlens(lengths)), int(lengths.sum()))),
     ):
         rows = kernels(run)
@@ -155,37 +138,20 @@ def show_kernels(layer: LinearLayer, forest: Forest, label: str) -> None:
             print(f"   {ms:7.3f} ms {count:4d} {key[:90]}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("parity", type=Path)
-    parser.add_argument("shapes", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--kinds", nargs="+", default=KINDS)
-    parser.add_argument("--layouts", nargs="+")
-    arguments = parser.parse_args()
-    parity = json.loads(arguments.parity.read_text()) if arguments.parity.exists() else {"passes": False}
-    if not parity["passes"]:
+def main(options: argparse.Namespace) -> None:
+    """Layouts of every kind, then launches and kernels of every kind."""
+    passes = options.parity.exists() and record.read(options.parity)["passes"]
+    if not passes:
         print("the parity check failed: figures below are for diagnosis, not for the record", flush=True)
-    out = arguments.out
     pin_norm()
-    forests = {**layouts(), **{name: shape_forest(arguments.shapes, name, SHAPE_ROWS) for name in SHAPES}}
-    chosen = {name: forests[name] for name in arguments.layouts or forests}
-    result = {**machine(), "seed": SEED, "parity_passes": parity["passes"], "rows": [], "launches": {}, "failures": {}}
-    for kind in arguments.kinds:
+    forests = {name: named_forest(options.shapes, name) for name in {*options.layouts, *PROFILED}}
+    rows = record.Rows(options.out, {"parity_passes": passes, "launches": {}})
+    for kind in options.kinds:
         layer = make_layer(kind, seed=SEED)
-        for name, forest in chosen.items():
-            try:
-                result["rows"] += measure(layer, kind, name, forest)
-            except Exception:
-                result["failures"][f"{kind} {name}"] = failure()
-            torch.cuda.empty_cache()
-            out.write_text(json.dumps(result, indent=1))
-        result["launches"][kind] = launches(layer)
-        print(kind, "launches by branches", result["launches"][kind], flush=True)
-        show_kernels(layer, forests["nested-16K-15/16"], f"{kind} nested-16K-15/16")
-        show_kernels(layer, forests["tot_game24"], f"{kind} tot_game24")
-        out.write_text(json.dumps(result, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+        for name in options.layouts:
+            rows.add(f"{kind} {name}", lambda name=name: measure(layer, kind, name, forests[name]))  # noqa: B023
+        rows.result["launches"][kind] = rows.earlier.get("launches", {}).get(kind) or launches(layer)
+        rows.save()
+        print(kind, "launches by branches", rows.result["launches"][kind], flush=True)
+        for name in PROFILED:
+            show_kernels(layer, forests[name], f"{kind} {name}")

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from harts_hf.batch import ConvTable, LinearTables
+from benchmarks.gpu.registry import LINEAR_KINDS, LinearKind
+from benchmarks.gpu.trees import Forest
 from harts_hf.kernels.conv import tree_causal_conv1d
 from harts_hf.kernels.linear_attention import tree_gated_delta_rule, tree_kimi_delta_rule
 
@@ -26,8 +27,9 @@ class Mixer:
     kimi: Callable[..., torch.Tensor]
 
 
-def tree_mixer(linear: LinearTables, conv: ConvTable) -> Mixer:
+def tree_mixer(forest: Forest) -> Mixer:
     """Ours."""
+    linear, conv = forest.linear_tables().to("cuda"), forest.conv_table(4).to("cuda")
     return Mixer(
         conv=lambda x, weight: tree_causal_conv1d(x, weight, None, conv, activation="silu"),
         gated=lambda *rows: tree_gated_delta_rule(*rows, linear).output,
@@ -58,12 +60,12 @@ def expanded_mixer(cu_seqlens: torch.Tensor) -> Mixer:
 
 
 class RMSNormGated(nn.Module):
-    """RMSNorm, weight, then a gate, in fp32; FLA's fused kernel where asked for, as Transformers takes it."""
+    """RMSNorm, weight, then a gate, in fp32; by FLA's fused kernel, as Transformers takes it, unless switched off."""
 
-    def __init__(self, dim: int, gate: str, fused: bool) -> None:
+    def __init__(self, dim: int, gate: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(1 + 0.1 * torch.randn(dim))
-        self.gate, self.fused = gate, fused
+        self.gate, self.fused = gate, True
 
     def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         if self.fused:
@@ -77,17 +79,21 @@ class RMSNormGated(nn.Module):
 
 
 class LinearLayer(nn.Module):
-    """What both kinds share: q, k, v projection, convolution, output norm and projection."""
+    """What both kinds share: q, k, v projection, convolution, output norm and projection.
 
-    def __init__(self, hidden: int, heads: int, value_heads: int, dim: int, gate: str, fused: bool) -> None:
+    A kind adds ``gates(x)``: g, beta, z.
+    """
+
+    def __init__(self, kind: LinearKind) -> None:
         super().__init__()
-        self.heads, self.value_heads, self.dim = heads, value_heads, dim
-        channels = (2 * heads + value_heads) * dim
-        self.in_proj_qkv = nn.Linear(hidden, channels, bias=False)
+        self.kimi, self.low_rank = kind.kimi, kind.low_rank
+        self.heads, self.value_heads, self.dim = kind.heads, kind.value_heads, kind.dim
+        channels = (2 * kind.heads + kind.value_heads) * kind.dim
+        self.in_proj_qkv = nn.Linear(kind.hidden, channels, bias=False)
         self.conv_weight = nn.Parameter(torch.randn(channels, 4) * 0.5)
-        self.in_proj_b = nn.Linear(hidden, value_heads, bias=False)
-        self.norm = RMSNormGated(dim, gate, fused)
-        self.out_proj = nn.Linear(value_heads * dim, hidden, bias=False)
+        self.in_proj_b = nn.Linear(kind.hidden, kind.value_heads, bias=False)
+        self.norm = RMSNormGated(kind.dim, "sigmoid" if kind.kimi else "swish")
+        self.out_proj = nn.Linear(kind.value_heads * kind.dim, kind.hidden, bias=False)
 
     def qkv(self, x: torch.Tensor, mixer: Mixer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.split(mixer.conv(self.in_proj_qkv(x), self.conv_weight))
@@ -98,11 +104,7 @@ class LinearLayer(nn.Module):
         return q.unflatten(-1, (-1, self.dim)), k.unflatten(-1, (-1, self.dim)), v.unflatten(-1, (-1, self.dim))
 
     def rule(self, mixer: Mixer) -> Callable[..., torch.Tensor]:
-        raise NotImplementedError
-
-    def gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """g, beta, z."""
-        raise NotImplementedError
+        return mixer.kimi if self.kimi else mixer.gated
 
     def forward(self, x: torch.Tensor, mixer: Mixer) -> torch.Tensor:
         g, beta, z = self.gates(x)
@@ -113,15 +115,12 @@ class LinearLayer(nn.Module):
 class GatedDeltaNet(LinearLayer):
     """Qwen3.5's layer."""
 
-    def __init__(self, hidden: int, heads: int, value_heads: int, dim: int, fused: bool = True) -> None:
-        super().__init__(hidden, heads, value_heads, dim, "swish", fused)
-        self.in_proj_z = nn.Linear(hidden, value_heads * dim, bias=False)
-        self.in_proj_a = nn.Linear(hidden, value_heads, bias=False)
-        self.A_log = nn.Parameter(torch.empty(value_heads).uniform_(0.1, 16).log())
-        self.dt_bias = nn.Parameter(torch.randn(value_heads) * 0.5 - 3)
-
-    def rule(self, mixer: Mixer) -> Callable[..., torch.Tensor]:
-        return mixer.gated
+    def __init__(self, kind: LinearKind) -> None:
+        super().__init__(kind)
+        self.in_proj_z = nn.Linear(kind.hidden, kind.value_heads * kind.dim, bias=False)
+        self.in_proj_a = nn.Linear(kind.hidden, kind.value_heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(kind.value_heads).uniform_(0.1, 16).log())
+        self.dt_bias = nn.Parameter(torch.randn(kind.value_heads) * 0.5 - 3)
 
     def gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = self.A_log.dtype
@@ -132,22 +131,19 @@ class GatedDeltaNet(LinearLayer):
 class KimiDeltaAttention(LinearLayer):
     """Kimi Linear's layer (``low_rank``: softplus gate) or Bailing's (full rank, gate bounded by -5)."""
 
-    def __init__(self, hidden: int, heads: int, dim: int, low_rank: bool, fused: bool = True) -> None:
-        super().__init__(hidden, heads, heads, dim, "sigmoid", fused)
-        self.low_rank = low_rank
-        width = heads * dim
+    def __init__(self, kind: LinearKind) -> None:
+        super().__init__(kind)
+        width = kind.heads * kind.dim
 
         def projection() -> nn.Module:
-            if not low_rank:
-                return nn.Linear(hidden, width, bias=False)
-            return nn.Sequential(nn.Linear(hidden, dim, bias=False), nn.Linear(dim, width, bias=False))
+            if not kind.low_rank:
+                return nn.Linear(kind.hidden, width, bias=False)
+            narrow = nn.Linear(kind.hidden, kind.dim, bias=False)
+            return nn.Sequential(narrow, nn.Linear(kind.dim, width, bias=False))
 
         self.f_proj, self.g_proj = projection(), projection()
-        self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
+        self.A_log = nn.Parameter(torch.empty(kind.heads).uniform_(1, 16).log())
         self.dt_bias = nn.Parameter(torch.randn(width) * 0.5 - 3)
-
-    def rule(self, mixer: Mixer) -> Callable[..., torch.Tensor]:
-        return mixer.kimi
 
     def gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = self.A_log.dtype
@@ -169,24 +165,12 @@ def pin_norm() -> None:
         kernel.configs = [triton.Config({"BT": rows}, num_warps=warps)]
 
 
-def make_layer(kind: str, *, seed: int = 0, small: bool = False, device: str = "cuda") -> LinearLayer:
-    """gdn-16/32, kda-32 or kda-16 (Ling-tiny), bf16 with fp32 gate parameters; ``small`` for parity checks."""
+def make_layer(name: str, *, seed: int = 0, small: bool = False, device: str = "cuda") -> LinearLayer:
+    """A kind of the registry, bf16 with fp32 gate parameters; ``small`` for parity checks."""
     torch.manual_seed(seed)
-    if small:
-        layers = {
-            "gdn-16/32": lambda: GatedDeltaNet(256, 4, 8, 128),
-            "kda-32": lambda: KimiDeltaAttention(256, 8, 128, low_rank=True),
-            "kda-16": lambda: KimiDeltaAttention(256, 8, 128, low_rank=False),
-        }
-    else:
-        layers = {
-            "gdn-16/32": lambda: GatedDeltaNet(2048, 16, 32, 128),
-            "kda-32": lambda: KimiDeltaAttention(2304, 32, 128, low_rank=True),
-            "kda-16": lambda: KimiDeltaAttention(1536, 16, 128, low_rank=False),
-        }
-    layer = layers[kind]().to(device)
-    kept = {"A_log", "dt_bias"}
+    kind = LINEAR_KINDS[name].small if small else LINEAR_KINDS[name]
+    layer = (KimiDeltaAttention if kind.kimi else GatedDeltaNet)(kind).to(device)
     for name, parameter in layer.named_parameters():
-        if name not in kept:
+        if name not in ("A_log", "dt_bias"):
             parameter.data = parameter.data.to(torch.bfloat16)
     return layer

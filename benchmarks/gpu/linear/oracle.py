@@ -2,17 +2,15 @@
 
 import numpy as np
 import torch
-from layers import Mixer
 from torch.nn import functional as F
-from trees import Forest
+
+from benchmarks.gpu.linear.layers import Mixer
+from benchmarks.gpu.trees import Forest
 
 
 def oracle_mixer(forest: Forest, device: str = "cuda") -> Mixer:
     """Convolution and rules for a layer in fp64."""
-    columns = [np.arange(forest.num_rows)]
-    for _ in range(3):
-        columns.append(np.append(forest.parent, -1)[columns[-1]])
-    ancestors = torch.from_numpy(np.stack(columns[::-1])).to(device)
+    ancestors = torch.from_numpy(forest.ancestors(4).T.copy()).to(device)
 
     def conv(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         padded = torch.cat([x, x.new_zeros(1, x.shape[1])])

@@ -1,9 +1,7 @@
-"""One stage of one family of ``whole.py``: python whole_parts.py FAMILY STAGE FOLDER SHAPES_FOLDER [--dry-run]"""
+"""One stage of one whole model; what each of its parts finds is a file of its own."""
 
 import argparse
 import faulthandler
-import json
-import os
 import signal
 import statistics
 import time
@@ -11,17 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import failure, machine
-from whole import PARTS, parts_of
-from whole_models import build_model, bush, draw_tokens, shape_window, spine
+from torch import nn
 
+from benchmarks.gpu import record
+from benchmarks.gpu.registry import SEED, WHOLE_SHAPES, parts_of
+from benchmarks.gpu.trees import bush, draw_tokens, shape_window, spine
+from benchmarks.gpu.whole import peaks, rollouts
+from benchmarks.gpu.whole.models import build_model
+from benchmarks.gpu.whole.windows import Window
 from harts_hf import PlannerConfig, TreeGRPOConfig, TreeGRPOTrainer, patch, tree_logprobs
-from harts_hf.runtime import Coefficients, TreeWindow, WindowRun
 
-SEED = 0
-SHAPES = {"miniswe_b_drop": 16384, "tot_game24": 16384}  # unique tokens, at least
 MICROBATCH = 32768
 REPEATS = 2
+LOGGED = ("loss", "grad_norm", "tree/sharing_ratio", "tree/logp_recompute_maxdiff", "tree/backward_seconds")
 
 
 class Stage:
@@ -38,10 +38,9 @@ class Stage:
         self.family, self.folder, self.shapes, self.dry = family, folder, shapes, dry
         self.device = "cpu" if dry else "cuda"
 
-    def about(self) -> dict[str, Any]:
-        if self.dry:
-            return {"device": "cpu (dry run)", "commit": os.environ.get("HARTS_COMMIT", "unknown"), "seed": SEED}
-        return {**machine(), "seed": SEED}
+    def model(self) -> nn.Module:
+        """Patched."""
+        return patch(build_model(self.family, self.dry))
 
     def config_folder(self) -> Path:
         """A folder with the model's configuration alone."""
@@ -66,32 +65,29 @@ class Stage:
              "--dtype", dtype, "--draws", str(draws), "--max-tokens", "150" if self.dry else "1536",
              "--seed", str(SEED), "--json", str(out)]
         )  # fmt: skip
-        return {"passed": status == 0, **json.loads(out.read_text())}
+        return {"passed": status == 0, **record.read(out)}
 
     def train(self) -> dict[str, Any]:
         """Three steps of TreeGRPOTrainer on recorded rollouts."""
-        from support import recorded
-
-        model = build_model(self.family, self.dry, SEED)
+        model = build_model(self.family, self.dry)
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        options = {"use_cpu": self.dry, "bf16": not self.dry, "router_aux_loss_coef": 0.0}
-        arguments = TreeGRPOConfig(**recorded.arguments(self.folder / f"{self.family}-train", **options))
+        options = rollouts.arguments(self.folder / f"{self.family}-train", use_cpu=self.dry, bf16=not self.dry)
         trainer = TreeGRPOTrainer(
-            model, recorded.recorded_reward, args=arguments, train_dataset=recorded.dataset(),
-            processing_class=recorded.tokenizer(), rollout_func=recorded.rollout_func,
+            model, rollouts.recorded_reward, args=TreeGRPOConfig(**options), train_dataset=rollouts.dataset(),
+            processing_class=rollouts.tokenizer(), rollout_func=rollouts.rollout_func,
         )  # fmt: skip
         begin = time.monotonic()
         trainer.train()
         moved = max((p.detach() - before[name]).abs().max().item() for name, p in model.named_parameters())
         finite = all(torch.isfinite(p).all().item() for p in model.parameters())
-        keep = ("loss", "grad_norm", "tree/sharing_ratio", "tree/logp_recompute_maxdiff", "tree/backward_seconds")
-        logs = [{k: log[k] for k in keep if k in log} for log in trainer.state.log_history[:-1]]
-        assert finite and moved > 0 and trainer.state.global_step == 3, (finite, moved, trainer.state.global_step)
-        return {"steps": 3, "seconds": time.monotonic() - begin, "largest_change": moved, "logs": logs}
+        logs = [{k: log[k] for k in LOGGED if k in log} for log in trainer.state.log_history[:-1]]
+        steps = trainer.state.global_step
+        assert finite and moved > 0 and steps == rollouts.STEPS, (finite, moved, steps)
+        return {"steps": steps, "seconds": time.monotonic() - begin, "largest_change": moved, "logs": logs}
 
     def repeat(self) -> dict[str, Any]:
         """Parameters whose gradients differ between two runs, with `deterministic` and without."""
-        model = patch(build_model(self.family, self.dry, SEED))
+        model = self.model()
         vocab = model.get_input_embeddings().num_embeddings
         trajectories = draw_tokens(bush(6200), vocab)
         if self.dry:
@@ -117,10 +113,10 @@ class Stage:
         Forward and backward of each microbatch, as TRL runs them, is the comparison; with a scoring pass before, which
         the package needs for GRPO's losses wherever there are several microbatches, is reported beside it.
         """
-        model = patch(build_model(self.family, self.dry, SEED))
+        model = self.model()
         vocab = model.get_input_embeddings().num_embeddings
         found = {}
-        for name, rows in SHAPES.items():
+        for name, rows in WHOLE_SHAPES.items():
             if self.dry:
                 trajectories = [row[:1400] for row in draw_tokens(spine(2700), vocab)]
             else:
@@ -145,7 +141,7 @@ class Stage:
             self._empty()
         return {"layers": len(model.config.layer_types), "max_tokens_per_microbatch": MICROBATCH, "shapes": found}
 
-    def _update(self, model: Any, trajectories: list, sharing: str) -> dict[str, Any]:
+    def _update(self, model: nn.Module, trajectories: list, sharing: str) -> dict[str, Any]:
         # Without microbatches that depend on others, nested runs forward and backward of one after the other.
         config = PlannerConfig(
             max_tokens_per_microbatch=MICROBATCH,
@@ -154,15 +150,9 @@ class Stage:
             execution="nested",
         )
         begin = time.perf_counter()
-        window = TreeWindow(trajectories, config).to(self.device)
+        window = Window(trajectories, config, self.device)
         planning = time.perf_counter() - begin
-        generator = torch.Generator().manual_seed(SEED)
-        weights = [torch.randn(len(row) - 1, generator=generator) for row in trajectories]
-        per_row = torch.zeros(window.tree.num_tokens)
-        for index, weight in enumerate(weights):
-            per_row.index_add_(0, torch.from_numpy(window.label_rows(index)), weight)
-        coefficients = Coefficients(log_probs=per_row.to(self.device))
-        wanted = torch.ones(window.tree.num_tokens, dtype=torch.bool, device=self.device)
+        weights = window.random_weights()
         times: dict[bool, list[float]] = {False: [], True: []}
         for repeat in range(1 + REPEATS):
             for scored in (True, False):
@@ -171,16 +161,11 @@ class Stage:
                     self._reset_peak()
                 begin = time.perf_counter()
                 if scored:
-                    run = WindowRun(model, window)
-                    run.score()
-                    run.backward(coefficients, torch.Tensor.backward)
+                    window.run_scored(model, weights)
                 else:
-                    run = WindowRun(model, window, mode="unscored")
-                    scores = run.backward_unscored(coefficients, torch.Tensor.backward, wanted)
+                    scores = window.run_unscored(model, weights)
                 self._synchronise()
                 times[scored].append(time.perf_counter() - begin)
-        rows = [torch.from_numpy(window.label_rows(index)) for index in range(len(trajectories))]
-        log_probs = scores.log_probs.cpu()
         return {
             "seconds": statistics.median(times[False][1:]),
             "seconds_with_scoring": statistics.median(times[True][1:]),
@@ -188,46 +173,36 @@ class Stage:
             "planning_seconds": planning,
             "peak_bytes": 0 if self.dry else torch.cuda.max_memory_allocated(),
             "rows": window.schedule.backward_tokens,
-            "microbatches": len(window.batches),
-            "log_probs": torch.cat([log_probs[r] for r in rows]),
+            "microbatches": window.num_microbatches,
+            "log_probs": window.log_probs(scores),
             "gradients": {n: p.grad.detach().float().cpu() for n, p in model.named_parameters() if p.grad is not None},
         }
 
     def memory(self) -> dict[str, Any]:
         """Peaks of windows against the planner's counts times bytes fitted on others."""
-        from window_peaks import BUDGETS, planner, predict, trees, units
-
-        model = patch(build_model(self.family, self.dry, SEED))
+        model = self.model()
         vocab = model.get_input_embeddings().num_embeddings
-        budgets = {budget: budget // 32 if self.dry else budget for budget in BUDGETS}
         measured = {}
-        for name, trajectories in trees(vocab).items():
+        for name, trajectories in peaks.trees(vocab).items():
             if self.dry:
                 trajectories = [row[:700] for row in trajectories[:2]]
             for execution in ("replay", "nested"):
-                for budget, rows in budgets.items():
-                    window = TreeWindow(trajectories, planner(execution, rows)).to(self.device)
+                for budget in peaks.BUDGETS:
+                    planner = peaks.planner(execution, budget // 32 if self.dry else budget)
+                    window = Window(trajectories, planner, self.device)
                     for _ in range(2):  # gradients and caches are there the second time
                         peak = self._peak(model, window)
-                    measured[name, execution, budget] = units(window.schedule), peak
-        found = predict(measured)
+                    measured[name, execution, budget] = peaks.units(window.schedule), peak
+        found = peaks.predict(measured)
         print("memory: worst error", found["worst_error_of_predicted_windows"], flush=True)
         return found
 
-    def _peak(self, model: Any, window: TreeWindow) -> float:
+    def _peak(self, model: nn.Module, window: Window) -> float:
         """Most bytes allocated above what was there before the run."""
         self._reset_peak()
-        before = self._allocated()
-        nested = window.schedule.execution == "nested"
-        run = WindowRun(model, window, mode="unscored" if nested else "train")
-        tokens = window.tree.num_tokens
-        coefficients = Coefficients(log_probs=torch.ones(tokens, device=self.device))
-        if nested:
-            wanted = torch.ones(tokens, dtype=torch.bool, device=self.device)
-            run.backward_unscored(coefficients, torch.Tensor.backward, wanted)
-        else:
-            run.score()
-            run.backward(coefficients, torch.Tensor.backward)
+        before = 0 if self.dry else torch.cuda.memory_allocated()
+        run = window.run_unscored if window.schedule.execution == "nested" else window.run_scored
+        run(model, window.ones())
         return max(1.0, (0 if self.dry else torch.cuda.max_memory_allocated()) - before)
 
     def cost(self) -> dict[str, Any]:
@@ -242,7 +217,7 @@ class Stage:
              "--dtype", "float32" if self.dry else "bfloat16", "--device", self.device]
         )  # fmt: skip
         assert status == 0, status
-        return {"seconds": time.monotonic() - begin, "cost": json.loads(out.read_text())}
+        return {"seconds": time.monotonic() - begin, "cost": record.read(out)}
 
     def _synchronise(self) -> None:
         if not self.dry:
@@ -257,33 +232,19 @@ class Stage:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
 
-    def _allocated(self) -> int:
-        return 0 if self.dry else torch.cuda.memory_allocated()
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("family")
-    parser.add_argument("stage", choices=PARTS)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("shapes", type=Path)
-    parser.add_argument("--dry-run", action="store_true")
-    arguments = parser.parse_args()
+def main(options: argparse.Namespace) -> None:
+    """Part after part."""
     faulthandler.register(signal.SIGUSR1)  # into the log: what a stage was at when its time was over
-    stage = Stage(arguments.family, arguments.folder, arguments.shapes, arguments.dry_run)
-    for part in parts_of(arguments.family, arguments.stage):
+    stage = Stage(options.family, options.folder, options.shapes, options.dry_run)
+    for part in parts_of(options.family, options.what):
         begin = time.monotonic()
         try:
             entry = getattr(stage, part)()
         except BaseException:
-            entry = {"failure": failure()}
-        text = json.dumps({**stage.about(), **entry, "part_seconds": time.monotonic() - begin}, indent=1)
-        temporary = arguments.folder / f"{arguments.family}-{part}.tmp"
-        temporary.write_text(text + "\n")
-        temporary.rename(arguments.folder / f"{arguments.family}-{part}.json")
-        print(arguments.family, part, f"{time.monotonic() - begin:.0f} s", flush=True)
+            entry = {"failure": record.failure()}
+        seconds = time.monotonic() - begin
+        path = options.folder / f"{options.family}-{part}.json"
+        record.write(path, {**record.about(), **entry, "part_seconds": seconds})
+        print(options.family, part, f"{seconds:.0f} s", flush=True)
         stage._empty()
-
-
-if __name__ == "__main__":
-    main()

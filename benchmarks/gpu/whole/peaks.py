@@ -1,21 +1,19 @@
 """Peaks of windows on a GPU as the planner's counts times bytes that are fitted to peaks of other windows.
 
-    python window_peaks.py WHOLE.json        predicts its windows anew, without a GPU
-
 A window's peak is the largest of its ops'. Beside rows and handed bytes, an op that runs a backward has a constant:
 the head's logits of a chunk and their gradients in float32, the vocabulary wide, and the largest weight's gradient.
 """
 
-import json
-import sys
-from pathlib import Path
+import argparse
 
 import numpy as np
-from whole_models import VOCAB, bush, draw_tokens, spine
 
+from benchmarks.gpu import record
+from benchmarks.gpu.registry import VOCAB
+from benchmarks.gpu.trees import bush, draw_tokens, spine
+from benchmarks.gpu.whole.windows import Window
 from harts_hf import PlannerConfig, Schedule
 from harts_hf.planner.cost import nonnegative_fit
-from harts_hf.runtime import TreeWindow
 
 UNITS = ("graph_rows", "backward_rows", "handed_bytes", "backward")
 BUDGETS = (2048, 4096, 8192)  # the one in the middle is predicted
@@ -77,9 +75,9 @@ def predict(measured: dict[tuple[str, str, int], tuple[np.ndarray, float]]) -> d
     }
 
 
-def main() -> None:
-    path = Path(sys.argv[1])
-    result = json.loads(path.read_text())
+def main(options: argparse.Namespace) -> None:
+    """Predicts the recorded peaks anew, which needs no GPU."""
+    result = record.read(options.record)
     trajectories = trees(VOCAB)
     counts: dict[tuple[str, str, int], np.ndarray] = {}
     for row in (row for row in result["rows"] if row["op"] == "memory"):
@@ -87,12 +85,8 @@ def main() -> None:
         for window in row["windows"]:
             key = window["tree"], window["execution"], window["budget"]
             if key not in counts:
-                counts[key] = units(TreeWindow(trajectories[key[0]], planner(*key[1:])).schedule)
+                counts[key] = units(Window(trajectories[key[0]], planner(*key[1:])).schedule)
             measured[key] = counts[key], float(window["peak_bytes"])
         row.update(predict(measured))
         print(row["family"], row["bytes_per_unit"], row["worst_error_of_predicted_windows"])
-    path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    record.write(options.out, result)

@@ -1,0 +1,1 @@
+"""Benchmarks for one Hopper GPU: `python -m benchmarks.gpu --help`."""

@@ -1,0 +1,1 @@
+"""Tree attention on FlashAttention-4 and FlexAttention."""

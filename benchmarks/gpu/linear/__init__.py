@@ -1,0 +1,1 @@
+"""Linear-attention layers, their rules, convolutions and state kernels."""

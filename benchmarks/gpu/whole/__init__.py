@@ -1,0 +1,1 @@
+"""Whole models of every family."""

@@ -1,0 +1,147 @@
+"""The GPU benchmarks on a machine without a GPU: they import, their commands parse, and the record refuses."""
+
+import argparse
+import ast
+import copy
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "benchmarks" / "gpu"
+FILES = sorted(FOLDER.rglob("*.py"))
+BARE = {path.stem for path in FILES} | {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+EVERYTHING = """
+import contextlib, importlib, io, sys
+from benchmarks.gpu.__main__ import COMMANDS, command_line
+for words in [(), *{(command,) for command, _ in COMMANDS}, *COMMANDS]:
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        try:
+            command_line().parse_args([*words, "--help"])
+        except SystemExit as end:
+            assert not end.code
+    assert "usage:" in shown.getvalue()
+assert "torch" not in sys.modules
+
+KERNELS = ("triton", "fla", "flash_attn", "cutlass")
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in KERNELS:
+            raise ModuleNotFoundError(name)
+from harts_hf import TreeGRPOTrainer  # Transformers imports Triton where it is installed
+for name in [name for name in sys.modules if name.split(".")[0] in KERNELS]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Missing())
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+for command in COMMANDS.values():
+    assert callable(importlib.import_module(f"benchmarks.gpu.{command.module}").main)
+"""
+
+
+def test_imports_without_a_gpu() -> None:
+    """Every module imports without Triton, FLA and FlashAttention, every command has a module and explains itself."""
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES if path.stem != "__init__"]
+    result = subprocess.run(
+        [sys.executable, "-c", EVERYTHING, *names], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(FOLDER)))
+def test_imports_are_absolute(path: Path) -> None:
+    """Nothing comes from tests, and nothing from a sibling by its bare name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [node.module or ""]
+        for name in names:
+            first = name.split(".")[0]
+            assert first not in ("tests", "support"), f"{path} imports {name}"
+            assert first in sys.stdlib_module_names or first not in BARE, f"{path} imports {name}"
+
+
+def test_shell_only_unpacks() -> None:
+    """The order of work is in Python."""
+    assert [path.name for path in FOLDER.rglob("*.sh")] == ["unpack_site.sh"]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The modules of the package that need no torch."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.gpu import gates, processes, record
+
+    return SimpleNamespace(gates=gates, processes=processes, record=record)
+
+
+def test_records_pass_their_gates_and_extend(gpu: Any) -> None:
+    """Merging nothing new changes nothing; a new row takes the old one's place; a failed check is refused."""
+    old = gpu.record.read(gpu.record.RESULTS / "kernels_h200.json")
+    gpu.gates.check_kernels(old)
+    row = {**next(row for row in old["rows"] if row["op"] == "linear"), "tree_ms": 1.0}
+    parity = old["parity"]["linear"]
+    part = {"device": "d", "versions": {"torch": "v"}, "commit": "c", "seed": 0, "failures": {}, "rows": [row]}
+    merged = gpu.record.extend_kernels(old, gpu.record.collect_kernels(parity, [part]))
+    changed = [(a, b) for a, b in zip(old["rows"], merged["rows"], strict=True) if a != b]
+    assert [new["tree_ms"] for _, new in changed] == [1.0] and changed[0][1]["commit"] == "c"
+    assert merged["parity"] == old["parity"] and merged["versions"]["attention"] == old["versions"]["attention"]
+    gpu.gates.check_kernels(merged)
+    for kind, key in (("attention", "128"), ("linear", "rules")):
+        broken = copy.deepcopy(merged)
+        entry = next(iter(broken["parity"][kind][key].values()))
+        next(iter(entry["errors"].values()))["ratio"] = 1.2
+        if kind == "linear":
+            broken["parity"][kind]["passes"] = gpu.gates.linear_passes(broken["parity"][kind])
+        with pytest.raises(SystemExit, match=kind):
+            gpu.gates.check_kernels(broken)
+
+
+def test_linear_rows_need_their_own_check(gpu: Any, tmp_path: Path) -> None:
+    """The record's earlier parity does not stand for code that is measured now."""
+    part = tmp_path / "linear.json"
+    gpu.record.write(part, {"rows": [], "failures": {}})
+    record = gpu.record.RESULTS / "kernels_h200.json"
+    options = argparse.Namespace(what="kernels", parity=None, parts=[part], record=record)
+    with pytest.raises(SystemExit, match="--parity"):
+        gpu.record.main(options)
+
+
+def test_speed_needs_its_verdict(gpu: Any, tmp_path: Path) -> None:
+    """Neither a run nor the record reports a speed of a family whose verdict is missing, failed or of other code."""
+    old = gpu.record.read(gpu.record.RESULTS / "whole_h200.json")
+    gpu.gates.check_whole(gpu.record.extend_whole(old, {"rows": []}))
+    family = next(row["family"] for row in old["rows"] if row["op"] == "speed")
+    failed = {"rows": [{"op": "verify", "family": family, "passed": False}]}
+    with pytest.raises(SystemExit, match=family):
+        gpu.gates.check_whole(gpu.record.extend_whole(old, failed))
+    for verdict, reported in (({"commit": "a"}, True), ({"commit": "b"}, False), ({"passed": False}, False)):
+        gpu.record.write(tmp_path / "kimi_linear-verify.json", {"commit": "a", "passed": True, **verdict})
+        gpu.record.write(tmp_path / "kimi_linear-speed.json", {"commit": "a", "device": "d"})
+        found = gpu.gates.merge_whole(tmp_path, {})
+        assert ("speed" in {row["op"] for row in found["rows"]}) is reported
+        assert bool(found["failures"]) is not reported and found["device"] == "d"
+
+
+def test_jobs_end_in_time_and_go_on(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that hangs is killed, one that this commit has done is not run again, one too late is not begun."""
+    monkeypatch.setenv("HARTS_COMMIT", "now")
+    (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(60)")
+    environment = {"PYTHONPATH": str(tmp_path)}
+    for commit in ("before", "now"):
+        gpu.record.write(tmp_path / f"{commit}.json", {"commit": commit, "failures": {}})
+    hangs = gpu.processes.Job("hangs", "s", 0.5, (), module="sleeper")
+    done = gpu.processes.Job("done", "s", 0.5, (), (tmp_path / "now.json",), module="sleeper")
+    stale = gpu.processes.Job("stale", "s", 0.5, (), (tmp_path / "before.json",), module="sleeper")
+    arguments = (tmp_path, environment, lambda: None)
+    wrong = gpu.processes.run_jobs([hangs, done, stale], 3, time.monotonic() + 60, *arguments)
+    assert set(wrong) == {"hangs", "stale"} and set(wrong.values()) <= {"exit -9", "exit -10"}
+    assert gpu.processes.run_jobs([hangs, done], 3, time.monotonic() + 1, *arguments) == {
+        "hangs": "not begun: no time left"
+    }
