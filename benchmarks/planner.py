@@ -17,8 +17,8 @@ import numpy as np
 
 from benchmarks.machine import describe_machine, output_path
 from benchmarks.tree_build import miniswe_like
+from harts_hf.forest import concatenate_trees
 from harts_hf.planner import CostModel, PlannerConfig, Schedule, plan_window
-from harts_hf.planner.forest import concatenate_trees
 from harts_hf.tree import RolloutTree
 
 ROOT = Path(__file__).resolve().parents[1]
