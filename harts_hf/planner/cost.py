@@ -133,7 +133,7 @@ class CostModel:
         Raises:
             ValueError: another format or version, a missing or unknown key, a bad coefficient.
         """
-        if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
+        if not isinstance(content, dict) or not is_version(content, FORMAT, VERSION):
             raise ValueError(f"expected a cost model of format {FORMAT!r}, version {VERSION}, got {str(content)[:80]}")
         values = {name: value for name, value in content.items() if name not in ("format", "version")}
         expected = {f.name for f in fields(cls)}
@@ -180,6 +180,12 @@ class CostModel:
             raise ValueError(
                 f"expected a cost model that harts bench --fit-cost wrote, got {str(path)!r}: {error}"
             ) from error
+
+
+def is_version(content: dict[str, Any], name: str, version: int) -> bool:
+    """Whether JSON says that it is of a format and version."""
+    given = content.get("version")
+    return content.get("format") == name and type(given) is int and given == version  # True is no version
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import numpy as np
 
 from harts_hf.planner.config import Execution, PlannerConfig
-from harts_hf.planner.cost import CostModel
+from harts_hf.planner.cost import CostModel, is_version
 from harts_hf.planner.execution import OP_KINDS, Op
 from harts_hf.planner.microbatch import Microbatch
 from harts_hf.tree import IntArray, RolloutTree
@@ -66,7 +66,7 @@ def from_json(text: str, tree: RolloutTree | None) -> dict[str, Any]:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected a schedule as JSON, got text that is none: {error}") from None
-    if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
+    if not isinstance(content, dict) or not is_version(content, FORMAT, VERSION):
         raise ValueError(f"expected a schedule of format {FORMAT!r}, version {VERSION}, got {_short(content)}")
     _check_keys("a schedule", content, _KEYS)
     config = _config(content["config"])
