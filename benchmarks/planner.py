@@ -2,8 +2,9 @@
 
 Sections: one rank (rows computed once), nested execution under half the longest path, 8 and 64 ranks against a lower
 bound, 300 small forests against exhaustive search, sharing="auto" where sharing hardly pays, time and memory up to ten
-million tokens, and a sweep of every set, budget, number of ranks and execution in which every plan is proven. Default
-cost model (see docs/planner.md). Every plan here passes ``Schedule.validate()`` before its numbers are kept.
+million tokens, growth on one long path, and a sweep of every set, budget, number of ranks and execution in which
+every plan is proven. Default cost model (see docs/planner.md). Every plan here passes ``Schedule.validate()`` before
+its numbers are kept.
 """
 
 import json
@@ -17,8 +18,8 @@ import numpy as np
 
 from benchmarks.machine import describe_machine, output_path
 from benchmarks.tree_build import miniswe_like
+from harts_hf.forest import concatenate_trees
 from harts_hf.planner import CostModel, PlannerConfig, Schedule, plan_window
-from harts_hf.planner.forest import concatenate_trees
 from harts_hf.tree import RolloutTree
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -195,6 +196,39 @@ def time_and_memory() -> list[dict]:
     return rows
 
 
+def caterpillar(forks: int) -> RolloutTree:
+    """A spine of three rows between forks of two rows each: many segments, all of them on one path."""
+    spine = 2 * np.arange(forks)
+    parent = np.append(-1, np.repeat(spine, 2))
+    ends = np.append(spine + 1, 2 * forks)
+    return RolloutTree.from_shape(parent, np.append(3, np.tile([2, 3], forks)), ends)
+
+
+def growth() -> list[dict]:
+    """CPU seconds of plans and proofs where all pieces or segments stand on one path."""
+    forests = [
+        (f"path of {rows:,}", RolloutTree.from_shape([-1], [rows], [0]), 64) for rows in (25_000, 50_000, 100_000)
+    ]
+    forests += [(f"caterpillar of {forks:,}", caterpillar(forks), 16_384) for forks in (50_000, 100_000, 200_000)]
+    rows = []
+    for name, tree, budget in forests:
+        start = time.process_time()
+        schedule = plan_window(tree, PlannerConfig(max_tokens_per_microbatch=budget))
+        planned = time.process_time()
+        schedule.validate()
+        rows.append(
+            {
+                "set": name,
+                "budget": budget,
+                "plan_seconds": round(planned - start, 3),
+                "validate_seconds": round(time.process_time() - planned, 3),
+                "microbatches": len(schedule.microbatches),
+                "trunks_listed": sum(len(microbatch.trunks) for microbatch in schedule.microbatches),
+            }
+        )
+    return rows
+
+
 def sweep() -> dict:
     """Every set at 1,024, 8,192 and 65,536 rows on 1, 2 and 7 ranks in all executions: planned and proven."""
     plans, slowest = 0, 0.0
@@ -217,7 +251,7 @@ def sweep() -> dict:
 def main() -> None:
     """Runs every section, prints and writes the results."""
     out = output_path("planner", __doc__)
-    sections = [time_and_memory, one_rank, nested, many_ranks, auto_sharing, small_forests, sweep]
+    sections = [time_and_memory, growth, one_rank, nested, many_ranks, auto_sharing, small_forests, sweep]
     result: dict[str, object] = {**describe_machine(), "cost_model": CostModel().source}
     for section in sections:
         start = time.perf_counter()

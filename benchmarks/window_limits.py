@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harts_hf import PlannerConfig, RolloutTree, plan_window
-from harts_hf.planner.forest import concatenate_trees
+from harts_hf.forest import concatenate_trees
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from shared_data import shape_trees

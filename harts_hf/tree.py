@@ -186,6 +186,18 @@ class RolloutTree:
             raise ValueError(f"expected a trajectory through every node, got none through node {node}")
         return tree
 
+    def to_shape(self) -> dict[str, list[int]]:
+        """The arguments of :meth:`from_shape` that build this tree's shape: segments, cut where trajectories end."""
+        starts = np.union1d(self.segment_starts, self.end_rows + 1)
+        starts = starts[starts < self.num_tokens]
+        above = self.parent[starts]
+        parent = np.where(above < 0, -1, np.searchsorted(starts, above, side="right") - 1)
+        return {
+            "parent": parent.tolist(),
+            "length": np.diff(np.append(starts, self.num_tokens)).tolist(),
+            "sample_node": (np.searchsorted(starts, self.end_rows, side="right") - 1).tolist(),
+        }
+
     # ---- what it says -------------------------------------------------------------------------------------------
 
     @property

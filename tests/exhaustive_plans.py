@@ -11,8 +11,8 @@ import numpy as np
 
 from harts_hf.planner.accounting import ChunkEnds, measure
 from harts_hf.planner.cost import CostModel
-from harts_hf.planner.microbatch import NO_SPANS, Microbatch
-from harts_hf.planner.traversal import merge_spans
+from harts_hf.planner.microbatch import Microbatch
+from harts_hf.planner.spans import NO_SPANS, merge_spans
 from harts_hf.tree import RolloutTree
 
 

@@ -14,6 +14,7 @@ PACKAGE = Path(harts_hf.__file__).parent
 RANK = {
     "errors": 0,
     "tree": 1,
+    "forest": 1.5,
     "planner": 2,
     "batch": 3,
     "kernels": 4,
@@ -24,7 +25,7 @@ RANK = {
     "verify": 7,
     "cli": 8,
 }
-NUMPY_ONLY = {"errors", "tree", "planner"}
+NUMPY_ONLY = {"errors", "tree", "forest", "planner"}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 from harts_hf.batch.tables import Tables, as_tensor
-from harts_hf.planner.schedule import Microbatch
+from harts_hf.planner.accounting import spans_by_trunk
+from harts_hf.planner.microbatch import Microbatch
+from harts_hf.planner.spans import contains, expand_ranges
 from harts_hf.tree import IntArray, RolloutTree
 
 Kind = Literal["keys", "linear", "conv", "states"]
@@ -28,7 +30,7 @@ class Imports(Tables):
 
     Attributes:
         trunks: ids of the microbatches that are read.
-        indices: for each of them, places among what it exports of this kind.
+        indices: for each of them, indices into what it exports of this kind.
         order: ``[E]`` brings the pieces, one after the other, into ascending order of tree rows; None if they are.
     """
 
@@ -45,10 +47,8 @@ def demands(tree: RolloutTree, microbatch: Microbatch, chunk_size: int) -> dict[
     nothing = np.zeros(0, np.int64)
     if not len(microbatch.prefix):
         return dict.fromkeys(KINDS, nothing)
-    is_own = np.zeros(tree.num_tokens + 1, bool)
-    is_own[microbatch.rows] = True
     above = tree.parent[microbatch.rows]
-    above = np.unique(above[(above >= 0) & ~is_own[above]])
+    above = np.unique(above[(above >= 0) & ~contains(microbatch.row_spans, above)])
     within = (tree.depth[above] + 1) % chunk_size  # rows to replay above each root
     replayed = _ancestors(tree, above, within)
     chunk_ends = np.unique(_step_up(tree, above, within))
@@ -61,15 +61,27 @@ def demands(tree: RolloutTree, microbatch: Microbatch, chunk_size: int) -> dict[
 
 
 def exports(needed: Sequence[dict[Kind, IntArray]], microbatches: Sequence[Microbatch]) -> list[dict[Kind, IntArray]]:
-    """Rows of the tree, ascending, that each microbatch has to hand over, by kind."""
-    wanted: list[dict[Kind, list[IntArray]]] = [{kind: [] for kind in KINDS} for _ in microbatches]
+    """Rows of the tree, ascending, that each microbatch has to hand over, by kind.
+
+    Complexity: NumPy work over the rows that are needed, and a few calls per microbatch.
+    """
+    first = np.cumsum([0] + [microbatch.num_rows for microbatch in microbatches])
+    # The rows of all microbatches, one after another; row r of microbatch m has the number m * stride + r.
+    stride = max(int(microbatch.row_spans[-1, 1]) for microbatch in microbatches)
+    numbers = np.concatenate([microbatch.rows + stride * index for index, microbatch in enumerate(microbatches)])
+    wanted = {kind: np.zeros(len(numbers), bool) for kind in KINDS}
     for microbatch, need in zip(microbatches, needed, strict=True):
-        for trunk in microbatch.trunks:
-            for kind in KINDS:
-                wanted[trunk][kind].append(_shared(need[kind], microbatches[trunk].rows))
+        if not microbatch.trunks:
+            continue
+        trunk, spans = spans_by_trunk(microbatch, microbatches)
+        at = np.searchsorted(numbers, trunk * stride + spans[:, 0])
+        for kind in KINDS:
+            low, high = np.searchsorted(need[kind], spans[:, 0]), np.searchsorted(need[kind], spans[:, 1])
+            span, index = expand_ranges(low, high)
+            wanted[kind][at[span] + need[kind][index] - spans[span, 0]] = True
     return [
-        {kind: np.unique(np.concatenate(pieces)) if pieces else np.zeros(0, np.int64) for kind, pieces in one.items()}
-        for one in wanted
+        {kind: microbatch.rows[wanted[kind][start:stop]] for kind in KINDS}
+        for microbatch, start, stop in zip(microbatches, first[:-1].tolist(), first[1:].tolist(), strict=True)
     ]
 
 
@@ -83,27 +95,26 @@ def imports(
     """
     found: dict[Kind, Imports] = {}
     for kind in KINDS:
-        pieces = [(trunk, _shared(need[kind], exported[trunk][kind])) for trunk in microbatch.trunks]
-        pieces = [(trunk, rows) for trunk, rows in pieces if len(rows)]
-        together = np.concatenate([rows for _, rows in pieces]) if pieces else np.zeros(0, np.int64)
-        order = np.argsort(together, kind="stable")
-        if not np.array_equal(together[order], need[kind]):
+        offered = [exported[trunk][kind] for trunk in microbatch.trunks]
+        owner, index = expand_ranges(np.zeros(len(offered), np.int64), np.array(list(map(len, offered)), np.int64))
+        rows = np.concatenate([np.zeros(0, np.int64), *offered])
+        taken = contains(np.stack([need[kind], need[kind] + 1], axis=1), rows)
+        owner, index, rows = owner[taken], index[taken], rows[taken]
+        order = np.argsort(rows, kind="stable")
+        if not np.array_equal(rows[order], need[kind]):
             raise ValueError(
                 f"expected the trunks {microbatch.trunks} of microbatch {microbatch.id} to hand over each of its "
-                f"{len(need[kind])} {kind} once, got {len(together)} of them"
+                f"{len(need[kind])} {kind} once, got {len(rows)} of them"
             )
-        if not pieces:
+        if not len(rows):
             continue
+        readers, starts = np.unique(owner, return_index=True)
         found[kind] = Imports(
-            trunks=tuple(trunk for trunk, _ in pieces),
-            indices=tuple(as_tensor(np.searchsorted(exported[trunk][kind], rows)) for trunk, rows in pieces),
+            trunks=tuple(microbatch.trunks[reader] for reader in readers.tolist()),
+            indices=tuple(as_tensor(part) for part in np.split(index, starts[1:])),
             order=None if (np.diff(order) == 1).all() else as_tensor(order),
         )
     return found
-
-
-def _shared(rows: IntArray, others: IntArray) -> IntArray:
-    return np.intersect1d(rows, others, assume_unique=True)
 
 
 def _ancestors(tree: RolloutTree, rows: IntArray, counts: IntArray) -> IntArray:
@@ -121,8 +132,7 @@ def _ancestors(tree: RolloutTree, rows: IntArray, counts: IntArray) -> IntArray:
 def _step_up(tree: RolloutTree, rows: IntArray, steps: IntArray) -> IntArray:
     """The row ``steps`` above each row, -1 above a root."""
     rows, steps = rows.copy(), steps.copy()
-    parent = np.append(tree.parent, -1)
-    while (steps > 0).any():
-        rows = np.where(steps > 0, parent[rows], rows)
+    while (moving := (steps > 0) & (rows >= 0)).any():
+        rows[moving] = tree.parent[rows[moving]]
         steps = steps - 1
     return rows

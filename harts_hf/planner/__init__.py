@@ -2,7 +2,7 @@
 
 from harts_hf.planner.chunks import CHUNK_SIZE, ChunkTree, build_chunk_tree
 from harts_hf.planner.config import PlannerConfig
-from harts_hf.planner.cost import CostModel, Work, fit_coefficients
+from harts_hf.planner.cost import CostModel, Work, fit_unit_seconds
 from harts_hf.planner.linear_calls import (
     ChainDecomposition,
     decompose_chains,
@@ -10,8 +10,8 @@ from harts_hf.planner.linear_calls import (
 )
 from harts_hf.planner.microbatch import Microbatch
 from harts_hf.planner.orders import LimitError
+from harts_hf.planner.plan import no_sharing_bound, plan_window
 from harts_hf.planner.schedule import Schedule
-from harts_hf.planner.windows import no_sharing_bound, plan_window
 
 __all__ = [
     "CHUNK_SIZE",
@@ -25,7 +25,7 @@ __all__ = [
     "Work",
     "build_chunk_tree",
     "decompose_chains",
-    "fit_coefficients",
+    "fit_unit_seconds",
     "min_linear_calls",
     "no_sharing_bound",
     "plan_window",

@@ -1,16 +1,16 @@
-"""Exact counts of what microbatches compute, read and keep (NumPy only)."""
+"""Exact counts of what microbatches compute, read and hand over (NumPy only)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
-from numpy.typing import NDArray
 
-from harts_hf.planner.cost import CostModel, Work
+from harts_hf.planner.chunks import SegmentChunks
+from harts_hf.planner.cost import CostModel, Work, causal_pairs
 from harts_hf.planner.linear_calls import decompose_chains
-from harts_hf.planner.microbatch import Microbatch, span_size
-from harts_hf.planner.traversal import merge_spans
+from harts_hf.planner.microbatch import Microbatch
+from harts_hf.planner.spans import NO_SPANS, contains, expand_ranges, intersect, union
 from harts_hf.tree import IntArray, RolloutTree
 
 
@@ -29,22 +29,17 @@ class ChunkEnds:
         self._starts = starts
         self._segment_parent = tree.segment_parent
         self._depth = tree.depth[starts]
-        stop = self._depth + np.diff(np.append(starts, tree.num_tokens))
-        pairs = stop * (stop + 1) // 2 - self._depth * (self._depth + 1) // 2
+        length = np.diff(np.append(starts, tree.num_tokens))
+        pairs = causal_pairs(self._depth + length) - causal_pairs(self._depth)
         self._pairs = np.append(0, np.cumsum(pairs))
-        first = self._depth // chunk_size + 1
-        aligned = stop // chunk_size - first + 1
         leaf = np.ones(len(starts), bool)
         leaf[self._segment_parent[self._segment_parent >= 0]] = False
-        ragged = leaf & (stop % chunk_size != 0)
-        count = aligned + ragged
-        segment = np.repeat(np.arange(len(starts)), count)
-        nth = np.arange(len(segment)) - np.repeat(np.cumsum(count) - count, count)
-        depth_after = np.where(
-            ragged[segment] & (nth == count[segment] - 1), stop[segment], (first[segment] + nth) * chunk_size
-        )
-        self.row = starts[segment] + depth_after - self._depth[segment] - 1
-        self.rows = (depth_after - 1) % chunk_size + 1
+        ends = SegmentChunks.of(self._depth, length, chunk_size)
+        # A chunk that a segment with children leaves unfinished ends further down, in each of them.
+        finished = (ends.rows == chunk_size) | leaf[ends.segment]
+        segment = ends.segment[finished]
+        self.row = starts[segment] + ends.stop[finished] - self._depth[segment] - 1
+        self.rows = ends.rows[finished]
         self.above = self.rows_above(self.row)
 
     def rows_above(self, rows: IntArray) -> IntArray:
@@ -62,8 +57,7 @@ class ChunkEnds:
         """Attention pairs of all rows of the tree before each of ``rows`` (which may be N)."""
         segment = np.searchsorted(self._starts, rows, side="right") - 1
         depth = self._depth[segment] + rows - self._starts[segment]
-        first = self._depth[segment]
-        return self._pairs[segment] + (depth * (depth + 1) - first * (first + 1)) // 2
+        return self._pairs[segment] + causal_pairs(depth) - causal_pairs(self._depth[segment])
 
     def chunk_nodes(self, microbatch: Microbatch) -> tuple[IntArray, IntArray, IntArray]:
         """Chunk nodes of a microbatch.
@@ -72,8 +66,7 @@ class ChunkEnds:
             Their last rows, their numbers of rows (handed rows included), the rows before their first ones.
         """
         spans = microbatch.row_spans
-        low, high = np.searchsorted(self.row, spans[:, 0]), np.searchsorted(self.row, spans[:, 1])
-        inside = np.concatenate([np.arange(a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True)])
+        _, inside = expand_ranges(np.searchsorted(self.row, spans[:, 0]), np.searchsorted(self.row, spans[:, 1]))
         # A row in the middle of a span has a child there or is a leaf, so only last rows can be left unfinished.
         last = spans[:, 1] - 1
         unfinished = (self.tree.subtree_end[last] > last + 1) & ((self.tree.depth[last] + 1) % self.chunk_size != 0)
@@ -104,7 +97,7 @@ class Measure:
 
 
 def measure(ends: ChunkEnds, microbatch: Microbatch, cost: CostModel) -> Measure:
-    """Counts of a microbatch. Complexity: O(chunk nodes + spans), one Python step a chunk node."""
+    """Counts of a microbatch. Complexity: O(chunk nodes + spans), one Python step per chunk node."""
     row, rows, above = ends.chunk_nodes(microbatch)
     here = contains(microbatch.row_spans, above)
     parent = np.where(here, np.searchsorted(row, above), -1)
@@ -121,14 +114,6 @@ def measure(ends: ChunkEnds, microbatch: Microbatch, cost: CostModel) -> Measure
     return Measure(work=work, entries=entries, chunks=len(row))
 
 
-def contains(spans: IntArray, rows: IntArray) -> NDArray[np.bool_]:
-    """Which of ``rows`` lie in ascending half-open spans ``[k, 2]``."""
-    if len(spans) == 0:
-        return np.zeros(len(rows), bool)
-    place = np.searchsorted(spans[:, 0], rows, side="right") - 1
-    return (place >= 0) & (rows < spans[place, 1])
-
-
 def _calls(parent: IntArray) -> int:
     # One chain, or several side by side, is the common case and needs no walk.
     inner = parent[parent >= 0]
@@ -138,7 +123,7 @@ def _calls(parent: IntArray) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
+class Handed:
     """What a trunk hands over to all of its dependents together.
 
     Attributes:
@@ -154,56 +139,68 @@ class Export:
     gradient_bytes: int
 
 
-class Exports:
-    """Handed rows and states of every trunk.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Accounts:
+    """Counts of all microbatches of a plan.
 
     Attributes:
-        of: by microbatch id.
+        measures: what each microbatch does, by id.
+        handed: what each trunk hands over, by id; microbatches that nobody reads are left out.
     """
 
-    def __init__(self, microbatches: Sequence[Microbatch], measures: Sequence[Measure], cost: CostModel) -> None:
-        spans: dict[int, list[IntArray]] = {}
-        states: dict[int, set[int]] = {}
-        for microbatch, measured in zip(microbatches, measures, strict=True):
-            for trunk in microbatch.trunks:
-                held = microbatches[trunk].row_spans
-                spans.setdefault(trunk, []).append(intersect(microbatch.prefix_spans, held))
-                inside = measured.entries[contains(held, measured.entries)]
-                states.setdefault(trunk, set()).update(inside.tolist())
-        self.of: dict[int, Export] = {}
-        for trunk in sorted(spans):
-            rows = span_size(union(spans[trunk]))
-            count = len(states[trunk])
-            of_rows, of_states = rows * cost.handoff_bytes_per_row, count * cost.handoff_bytes_per_state
-            gradients = of_rows * cost.gradient_part_of_row + of_states * cost.gradient_part_of_state
-            self.of[trunk] = Export(
-                rows=rows,
-                states=count,
-                value_bytes=ceil(of_rows + of_states - gradients),
-                gradient_bytes=ceil(gradients),
-            )
+    measures: tuple[Measure, ...]
+    handed: dict[int, Handed]
+
+    @classmethod
+    def of(cls, ends: ChunkEnds, microbatches: Sequence[Microbatch], cost: CostModel) -> "Accounts":
+        """Of microbatches by id. Complexity: see :func:`measure`, and NumPy work over the spans of all prefixes."""
+        measures = tuple(measure(ends, microbatch, cost) for microbatch in microbatches)
+        return cls(measures=measures, handed=_handed(ends.tree.num_tokens, microbatches, measures, cost))
 
 
-def intersect(first: IntArray, second: IntArray) -> IntArray:
-    """Common rows of two lists of ascending half-open spans."""
-    low = np.searchsorted(second[:, 1], first[:, 0], side="right")
-    high = np.searchsorted(second[:, 0], first[:, 1], side="left")
-    count = np.maximum(high - low, 0)
-    mine = np.repeat(np.arange(len(first)), count)
-    nth = np.arange(len(mine)) - np.repeat(np.cumsum(count) - count, count)
-    other = low[mine] + nth
-    start = np.maximum(first[mine, 0], second[other, 0])
-    stop = np.minimum(first[mine, 1], second[other, 1])
-    return np.stack([start, stop], axis=1)
+# Handed spans are united once this many have come together.
+_UNITE_AT = 2**16
 
 
-def union(spans: Sequence[IntArray]) -> IntArray:
-    """All rows of several lists of half-open spans, as ascending disjoint spans."""
-    together = np.concatenate(list(spans))
-    if len(together) == 0:
-        return together
-    together = together[np.argsort(together[:, 0], kind="stable")]
-    reach = np.maximum.accumulate(together[:, 1])
-    fresh = np.append(True, together[1:, 0] > reach[:-1])
-    stops = reach[np.append(np.flatnonzero(fresh)[1:] - 1, len(reach) - 1)]
-    return merge_spans(np.stack([together[fresh, 0], stops], axis=1))
+def _handed(
+    num_rows: int, microbatches: Sequence[Microbatch], measures: Sequence[Measure], cost: CostModel
+) -> dict[int, Handed]:
+    # Trunk t's row r has the number t * stride + r, so that the spans of all trunks are united at once, none touching
+    # those of the next trunk.
+    stride = num_rows + 1
+    spans, waiting, num_waiting = NO_SPANS, [], 0
+    states = []
+    for microbatch, measured in zip(microbatches, measures, strict=True):
+        if not microbatch.trunks:
+            continue
+        trunk, read = spans_by_trunk(microbatch, microbatches)
+        waiting.append(read + (trunk * stride)[:, None])
+        num_waiting += len(read)
+        if num_waiting > _UNITE_AT + 2 * len(spans):
+            spans, waiting, num_waiting = union([spans, *waiting]), [], 0
+        order = np.argsort(read[:, 0], kind="stable")
+        _, entry = intersect(np.stack([measured.entries, measured.entries + 1], axis=1), read[order])
+        holder = trunk[order][np.searchsorted(read[order, 0], entry[:, 0], side="right") - 1]
+        states.append(holder * stride + entry[:, 0])
+    if not states:
+        return {}
+    spans = union([spans, *waiting])
+    trunks = np.flatnonzero(np.bincount(np.concatenate([microbatch.trunk_ids for microbatch in microbatches])))
+    rows_of = np.bincount(spans[:, 0] // stride, weights=spans[:, 1] - spans[:, 0], minlength=len(microbatches))
+    states_of = np.bincount(np.unique(np.concatenate(states)) // stride, minlength=len(microbatches))
+    return {trunk: _handed_of(int(rows_of[trunk]), int(states_of[trunk]), cost) for trunk in trunks.tolist()}
+
+
+def _handed_of(rows: int, states: int, cost: CostModel) -> Handed:
+    of_rows, of_states = rows * cost.handoff_bytes_per_row, states * cost.handoff_bytes_per_state
+    gradients = of_rows * cost.gradient_part_of_row + of_states * cost.gradient_part_of_state
+    return Handed(
+        rows=rows, states=states, value_bytes=ceil(of_rows + of_states - gradients), gradient_bytes=ceil(gradients)
+    )
+
+
+def spans_by_trunk(microbatch: Microbatch, microbatches: Sequence[Microbatch]) -> tuple[IntArray, IntArray]:
+    """Spans of a microbatch's prefix, each within one trunk: the trunks' ids ``[k]`` and the spans ``[k, 2]``."""
+    held = [microbatches[trunk].row_spans for trunk in microbatch.trunks]
+    which, spans = intersect(np.concatenate(held), microbatch.prefix_spans)
+    return np.repeat(microbatch.trunk_ids, list(map(len, held)))[which], spans

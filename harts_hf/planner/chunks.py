@@ -7,12 +7,51 @@ chunk gives each child a node of its own, and the rows before the branch are *re
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from harts_hf.planner.spans import expand_ranges
 from harts_hf.tree import IntArray
 
 CHUNK_SIZE = 64
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SegmentChunks:
+    """Where the chunks of segments end: at depths that are multiples of C, and at the end of each segment.
+
+    Ends stand segment by segment, ascending within each. All arrays are ``[K]``.
+
+    Attributes:
+        segment: the segment of each end.
+        stop: depth after the end, which is above the segment's first depth and at most the depth after its last row.
+        rows: rows of the chunk that lie above ``stop``, 1 to C, those of segments further up included.
+        is_last: bool, whether it is the segment's own end.
+    """
+
+    segment: IntArray
+    stop: IntArray
+    rows: IntArray
+    is_last: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, depth: IntArray, length: IntArray, chunk_size: int) -> "SegmentChunks":
+        """Of segments that begin at ``depth`` [S] and hold ``length`` [S] rows, at least 1."""
+        end = depth + length
+        segment, chunk = expand_ranges(depth // chunk_size, -(-end // chunk_size))
+        stop = np.minimum((chunk + 1) * chunk_size, end[segment])
+        rows = stop - chunk * chunk_size
+        return cls(segment=segment, stop=stop, rows=rows, is_last=stop == end[segment])
+
+
+Depth = TypeVar("Depth", int, IntArray)
+
+
+def whole_chunk_rows(depth: Depth, chunk_size: int) -> Depth:
+    """Rows of the whole chunks of a path of ``depth`` rows."""
+    return depth // chunk_size * chunk_size
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

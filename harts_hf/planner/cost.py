@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coefficients:
+class UnitSeconds:
     """Seconds per unit of each kind of work, in one direction."""
 
     rows: float
@@ -76,12 +77,15 @@ class CostModel:
             values.
         gradient_part_of_state: the same of a boundary.
         source: where the coefficients come from.
+
+    Raises:
+        ValueError: a value that is negative, not finite, above its range, or no number.
     """
 
-    forward: Coefficients = Coefficients(
+    forward: UnitSeconds = UnitSeconds(
         rows=3.3e-6, linear_rows=0.9e-6, pairs=0.125e-9, calls=0.5e-3, handoff_bytes=1e-12, microbatches=3e-3
     )
-    backward: Coefficients = Coefficients(
+    backward: UnitSeconds = UnitSeconds(
         rows=6.6e-6, linear_rows=2.4e-6, pairs=0.315e-9, calls=1e-3, handoff_bytes=3e-12, microbatches=6e-3
     )
     handoff_bytes_per_row: float = 20_736
@@ -94,44 +98,70 @@ class CostModel:
         """Time of op ``kind`` ("S", "F" or "B") on ``work``."""
         return (self.backward if kind == "B" else self.forward).seconds(work)
 
-    def step(self, forwards: int = 2) -> Coefficients:
-        """Coefficients of ``forwards`` forwards and one backward together."""
-        return Coefficients(**{n: forwards * getattr(self.forward, n) + getattr(self.backward, n) for n in FEATURES})
+    def step(self, forwards: int = 2) -> UnitSeconds:
+        """Of ``forwards`` forwards and one backward together."""
+        return UnitSeconds(**{n: forwards * getattr(self.forward, n) + getattr(self.backward, n) for n in FEATURES})
+
+    def __post_init__(self) -> None:
+        for name, highest in _SIZES.items():
+            if not _is_number(getattr(self, name), highest):
+                raise ValueError(f"expected {name} between 0 and {highest:g}, got {getattr(self, name)!r}")
+        for direction in ("forward", "backward"):
+            unit_seconds = getattr(self, direction)
+            if not isinstance(unit_seconds, UnitSeconds):
+                raise ValueError(f"expected UnitSeconds as {direction}, got {unit_seconds!r}")
+            if not all(_is_number(value, 1e18) for value in vars(unit_seconds).values()):
+                raise ValueError(
+                    f"expected coefficients of at least 0 in {direction} (and at most 1e+18), got {unit_seconds}"
+                )
+        if not isinstance(self.source, str):
+            raise ValueError(f"expected source to be text, got {self.source!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The model as what JSON can hold, versioned."""
+        sizes = {name: _plain(getattr(self, name)) for name in _SIZES}
+        directions = {
+            name: {feature: _plain(getattr(getattr(self, name), feature)) for feature in FEATURES}
+            for name in ("forward", "backward")
+        }
+        return {"format": FORMAT, "version": VERSION, **directions, **sizes, "source": self.source}
+
+    @classmethod
+    def from_dict(cls, content: object) -> "CostModel":
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: another format or version, a missing or unknown key, a bad coefficient.
+        """
+        if not isinstance(content, dict) or not is_version(content, FORMAT, VERSION):
+            raise ValueError(f"expected a cost model of format {FORMAT!r}, version {VERSION}, got {str(content)[:80]}")
+        values = {name: value for name, value in content.items() if name not in ("format", "version")}
+        expected = {f.name for f in fields(cls)}
+        if set(values) != expected:
+            raise ValueError(f"expected the keys {sorted(expected)} in a cost model, got {sorted(values)}")
+        for direction in ("forward", "backward"):
+            given = values[direction]
+            if not isinstance(given, dict) or set(given) != set(FEATURES):
+                raise ValueError(f"expected the coefficients {', '.join(FEATURES)} in {direction}, got {given}")
+            values[direction] = UnitSeconds(**given)
+        return cls(**values)
 
     def to_json(self) -> str:
         """The model as versioned JSON."""
-        content = {f.name: getattr(self, f.name) for f in fields(self)}
-        for direction in ("forward", "backward"):
-            content[direction] = {name: getattr(content[direction], name) for name in FEATURES}
-        return json.dumps({"format": FORMAT, "version": VERSION, **content}, indent=2)
+        return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> "CostModel":
         """The inverse of :meth:`to_json`.
 
         Raises:
-            ValueError: another format or version, a missing or unknown key, a bad coefficient.
+            ValueError: text that is no JSON, and what :meth:`from_dict` raises.
         """
-        content = json.loads(text)
-        if not isinstance(content, dict) or (content.pop("format", None), content.pop("version", None)) != (
-            FORMAT,
-            VERSION,
-        ):
-            raise ValueError(f"expected a cost model of format {FORMAT!r}, version {VERSION}")
-        expected = {f.name for f in fields(cls)}
-        if set(content) != expected:
-            raise ValueError(f"expected the keys {sorted(expected)} in a cost model, got {sorted(content)}")
-        for name, highest in _SIZES.items():
-            if not (isinstance(content[name], int | float) and 0 <= content[name] <= highest):
-                raise ValueError(f"expected {name} between 0 and {highest:g}, got {content[name]!r}")
-        for direction in ("forward", "backward"):
-            values = content[direction]
-            if not isinstance(values, dict) or set(values) != set(FEATURES):
-                raise ValueError(f"expected the coefficients {', '.join(FEATURES)} in {direction}, got {values}")
-            if not all(isinstance(v, int | float) and 0 <= v < float("inf") for v in values.values()):
-                raise ValueError(f"expected coefficients of at least 0 in {direction}, got {values}")
-            content[direction] = Coefficients(**values)
-        return cls(**content)
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"expected a cost model as JSON, got text that is none: {error}") from None
+        return cls.from_dict(content)
 
     def save(self, path: str | Path) -> None:
         """Writes :meth:`to_json` to ``path``."""
@@ -152,11 +182,34 @@ class CostModel:
             ) from error
 
 
-def fit_coefficients(works: Sequence[Work], seconds: Sequence[float]) -> Coefficients:
+def is_version(content: dict[str, Any], name: str, version: int) -> bool:
+    """Whether JSON says that it is of a format and version."""
+    given = content.get("version")
+    return content.get("format") == name and type(given) is int and given == version  # True is no version
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _is_number(value: object, highest: float) -> bool:
+    is_real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    return bool(is_real and 0 <= value <= highest)  # type: ignore[operator]  # False for NaN
+
+
+Rows = TypeVar("Rows", int, NDArray[np.int64])
+
+
+def causal_pairs(rows: Rows) -> Rows:
+    """Query-key pairs of paths of ``rows`` from their roots: a row of depth ``d`` sees ``d + 1`` keys."""
+    return rows * (rows + 1) // 2
+
+
+def fit_unit_seconds(works: Sequence[Work], seconds: Sequence[float]) -> UnitSeconds:
     """Coefficients, none negative, that explain measured times with the smallest sum of squared relative errors.
 
     Args:
-        works: at least one a coefficient, differing in every kind of work that is to be told apart.
+        works: at least one per coefficient, differing in every kind of work that is to be told apart.
         seconds: measured time of each, above 0.
 
     Raises:
@@ -170,7 +223,7 @@ def fit_coefficients(works: Sequence[Work], seconds: Sequence[float]) -> Coeffic
         raise ValueError("expected times above 0")
     table = np.array([[getattr(work, name) for name in FEATURES] for work in works], np.float64)
     solution = nonnegative_fit(table / np.asarray(seconds, np.float64)[:, None])
-    return Coefficients(**dict(zip(FEATURES, solution.tolist(), strict=True)))
+    return UnitSeconds(**dict(zip(FEATURES, solution.tolist(), strict=True)))
 
 
 def nonnegative_fit(table: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""Level 1: cuts a rank's walk into pieces, each a microbatch (NumPy only)."""
+"""Level 1: cuts a rank's walk into pieces, and makes each a microbatch (NumPy only)."""
 
 from bisect import bisect_right
 from collections import deque
@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from harts_hf.planner.cost import Coefficients
-from harts_hf.planner.traversal import CutTable, Traversal
+from harts_hf.planner.chunks import whole_chunk_rows
+from harts_hf.planner.cost import UnitSeconds, causal_pairs
+from harts_hf.planner.microbatch import Microbatch
+from harts_hf.planner.spans import NO_SPANS, expand_ranges, merge_spans
+from harts_hf.planner.walk import CutTable, Walk
+from harts_hf.tree import IntArray
 
 # A cut moves back at most this many chunks to lie on a chunk boundary or below a leaf.
 ALIGN_WITHIN_CHUNKS = 1
@@ -16,7 +21,7 @@ ALIGN_WITHIN_CHUNKS = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The places ``[start, stop)`` of a walk, and how many rows above ``start`` are computed again (all or none)."""
+    """The positions ``[start, stop)`` of a walk, and how many rows above are computed again (all or none)."""
 
     start: int
     stop: int
@@ -50,88 +55,108 @@ class PieceLimits:
 
 
 def cut_greedily(
-    table: CutTable, limits: PieceLimits, *, chunk_size: int, step: Coefficients, seconds: float = np.inf
+    table: CutTable, limits: PieceLimits, *, chunk_size: int, seconds_per: UnitSeconds, seconds: float = np.inf
 ) -> list[Piece]:
     """The fewest pieces within ``limits`` whose rows take at most ``seconds`` each, front to back.
 
     A piece of one chunk is always allowed, however long it takes. Complexity: O(P log K) for P pieces of K cuts.
     """
-    place, times, last = table.lists.place, table.lists.seconds, len(table.place) - 1
-    pieces, at = [], 0
-    shallowest: list[int] = []  # depth of the shallowest row of each piece
+    position, times, last = table.lists.position, table.lists.seconds, len(table.position) - 1
+    pieces: list[Piece] = []
+    at = 0
+    holders = _Holders()
     while at < last:
         again = table.lists.above[at]
         if again >= limits.recompute_below or not _fits_again(again, limits, chunk_size):
             again = 0
-        stop = bisect_right(place, place[at] + limits.rows - again, at) - 1
+        stop = bisect_right(position, position[at] + limits.rows - again, at) - 1
         if seconds < np.inf:
-            budget = times[at] + seconds - prefix_seconds(again, step, chunk_size)
+            budget = times[at] + seconds - prefix_seconds(again, seconds_per, chunk_size)
             stop = min(stop, bisect_right(times, budget, at) - 1)
         if limits.linear_rows is not None:
-            room = int(table.linear[at]) + limits.linear_rows - again // chunk_size * chunk_size
+            room = int(table.linear[at]) + limits.linear_rows - whole_chunk_rows(again, chunk_size)
             stop = min(stop, bisect_right(table.lists.with_partial, room, at) - 1)
         stop = max(stop, at + 1)
         if limits.aligned:
             stop = _aligned(table, at, stop, chunk_size)
         if limits.closing:
-            stop = _closing(table.lists.above, at, stop, shallowest)
-            shallowest.append(min(table.lists.above[at:stop]))
-        pieces.append(Piece(start=place[at], stop=place[stop], again=again))
+            stop = _closing(table.lists.above, at, stop, holders)
+            holders.append(min(table.lists.above[at:stop]))
+        pieces.append(Piece(start=position[at], stop=position[stop], again=again))
         at = stop
     return pieces
 
 
 def _fits_again(again: int, limits: PieceLimits, chunk_size: int) -> bool:
     """Whether a chunk has room beside a prefix that is computed again."""
-    nodes = again // chunk_size * chunk_size + chunk_size
-    return again + chunk_size <= limits.rows and (limits.linear_rows is None or nodes <= limits.linear_rows)
+    linear_rows = whole_chunk_rows(again, chunk_size) + chunk_size
+    return again + chunk_size <= limits.rows and (limits.linear_rows is None or linear_rows <= limits.linear_rows)
 
 
 def _aligned(table: CutTable, at: int, stop: int, chunk_size: int) -> int:
     """``stop`` or a cut shortly before it that leaves no chunk node unfinished."""
-    partial, place = table.lists.partial, table.lists.place
+    partial, position = table.lists.partial, table.lists.position
     best = stop
-    while partial[best] and best - 1 > at and place[stop] - place[best - 1] <= ALIGN_WITHIN_CHUNKS * chunk_size:
+    while partial[best] and best - 1 > at and position[stop] - position[best - 1] <= ALIGN_WITHIN_CHUNKS * chunk_size:
         best -= 1
     return stop if partial[best] else best
 
 
-def _closing(above: list[int], at: int, stop: int, shallowest: list[int]) -> int:
-    """``stop`` or the last cut before it at which the piece from ``at`` ties no finished subtree to an unfinished one.
+class _Holders:
+    """Which of the pieces so far holds the open ancestor of a depth: the last one with a row of that depth or less."""
 
-    A row's ancestor of depth ``d`` lies in the last piece before that holds a row of depth ``d`` or less.
-    """
+    def __init__(self) -> None:
+        # Pieces that a later one hides are left out, so depths ascend.
+        self._shallowest: list[int] = []
+        self._piece: list[int] = []
+        self._count = 0
 
-    def holder(depth: int) -> int:
-        return next((piece for piece in reversed(range(len(shallowest))) if shallowest[piece] <= depth), -1)
+    def append(self, shallowest: int) -> None:
+        """The next piece, by the depth of its shallowest row."""
+        while self._shallowest and self._shallowest[-1] >= shallowest:
+            self._shallowest.pop()
+            self._piece.pop()
+        self._shallowest.append(shallowest)
+        self._piece.append(self._count)
+        self._count += 1
 
+    def of(self, depth: int) -> int:
+        """The piece, or -1."""
+        index = bisect_right(self._shallowest, depth) - 1
+        return self._piece[index] if index >= 0 else -1
+
+
+def _closing(above: list[int], at: int, stop: int, holders: _Holders) -> int:
+    """``stop``, or the last cut before it at which the piece ties no finished subtree to an unfinished one."""
     lowest, best, ties = above[at], stop, False
     for cut in range(at + 1, stop + 1):
         # Rows at depths from `lowest` up to the first row's are finished; they count if pieces of their own hold them.
         if above[cut - 1] < lowest:
             lowest = above[cut - 1]
-            ties = holder(lowest - 1) != holder(above[at] - 1)
+            ties = holders.of(lowest - 1) != holders.of(above[at] - 1)
         if not ties or above[cut] <= lowest:
             best = cut
     return best
 
 
-def prefix_seconds(rows: int, step: Coefficients, chunk_size: int) -> float:
-    """Time of computing a path of ``rows`` from its root."""
-    linear = rows // chunk_size * chunk_size
-    return step.rows * rows + step.linear_rows * linear + step.pairs * (rows * (rows + 1) // 2)
+def prefix_seconds(rows: int, seconds_per: UnitSeconds, chunk_size: int) -> float:
+    """Time of computing a path of ``rows`` from its root, its last chunk where that is whole."""
+    linear = whole_chunk_rows(rows, chunk_size)
+    return seconds_per.rows * rows + seconds_per.linear_rows * linear + seconds_per.pairs * causal_pairs(rows)
 
 
 def cut_evenly(
-    tables: Sequence[CutTable], limits: PieceLimits, count: int, *, chunk_size: int, step: Coefficients
+    tables: Sequence[CutTable], limits: PieceLimits, count: int, *, chunk_size: int, seconds_per: UnitSeconds
 ) -> list[list[Piece]] | None:
-    """At most ``count`` pieces a rank, the slowest piece as fast as the limits allow; None if ``count`` is too few.
+    """At most ``count`` pieces per rank, the slowest piece as fast as the limits allow; None if ``count`` is too few.
 
     Ranks move in lockstep, so equal pieces on all of them lose nothing. Complexity: a few greedy cuts.
     """
 
     def cut(seconds: float) -> list[list[Piece]]:
-        return [cut_greedily(t, limits, chunk_size=chunk_size, step=step, seconds=seconds) for t in tables]
+        return [
+            cut_greedily(t, limits, chunk_size=chunk_size, seconds_per=seconds_per, seconds=seconds) for t in tables
+        ]
 
     longest = max(float(table.seconds[-1]) for table in tables)
     best = cut(np.inf)
@@ -155,7 +180,7 @@ def cut_evenly(
     return best
 
 
-def cut_whole_paths(walk: Traversal, table: CutTable, limits: PieceLimits, *, chunk_size: int) -> list[Piece]:
+def cut_whole_paths(walk: Walk, table: CutTable, limits: PieceLimits, *, chunk_size: int) -> list[Piece]:
     """Pieces of whole paths, every prefix computed again: the fewest network rows over runs of leaves.
 
     A leaf whose path alone exceeds a limit makes a piece of its own. Complexity: O(S log K).
@@ -163,14 +188,14 @@ def cut_whole_paths(walk: Traversal, table: CutTable, limits: PieceLimits, *, ch
     leaves = np.flatnonzero(walk.is_leaf)
     if len(leaves) == 0:
         return []
-    stops = walk.place[leaves + 1]
+    stops = walk.position[leaves + 1]
     starts = np.append(0, stops[:-1])
     above = walk.depth[np.append(0, leaves[:-1] + 1)]
-    linear = np.append(0, table.linear[np.searchsorted(table.place, stops)])  # a walk is cut below every leaf
+    linear = np.append(0, table.linear[np.searchsorted(table.position, stops)])  # a walk is cut below every leaf
     runs = _best_runs(
         (starts - above).tolist(),
         stops.tolist(),
-        (linear[:-1] - above // chunk_size * chunk_size).tolist(),
+        (linear[:-1] - whole_chunk_rows(above, chunk_size)).tolist(),
         linear[1:].tolist(),
         above.tolist(),
         limits,
@@ -215,3 +240,58 @@ def _best_runs(
         runs.append((cut[last], last))
         last = cut[last] - 1
     return runs[::-1]
+
+
+def assemble(walks: Sequence[Walk], pieces: Sequence[Sequence[Piece]]) -> list[Microbatch]:
+    """Microbatches in the order of ranks and pieces.
+
+    A piece that does not compute its prefix again reads it from the pieces before it that hold it; if one of those
+    computed *its* prefix again, the rest is read from that one too, so that windows close early.
+
+    Complexity: a few NumPy calls per piece, over the segments of the pieces and of the paths above them.
+    """
+    microbatches: list[Microbatch] = []
+    for rank, (walk, cuts) in enumerate(zip(walks, pieces, strict=True)):
+        first_id = len(microbatches)
+        starts = [piece.start for piece in cuts]
+        start_array = np.array(starts, np.int64)
+        repeats_above = np.array([piece.again > 0 for piece in cuts], bool)
+        owns_all = bool(walk.owned.all())
+        for index, (piece, above) in enumerate(zip(cuts, walk.paths_above(starts), strict=True)):
+            rows = walk.spans(piece.start, piece.stop)
+            owned = rows if owns_all else walk.spans(piece.start, piece.stop, owned=True)
+            prefix: IntArray = NO_SPANS
+            trunks: tuple[int, ...] = ()
+            if piece.again:
+                rows = merge_spans(np.concatenate([rows, _rows_of_runs(walk, above)]))
+            elif len(above):
+                trunks = tuple((first_id + _providers(above, start_array, repeats_above)).tolist())
+                prefix = merge_spans(_rows_of_runs(walk, above))
+            microbatches.append(
+                Microbatch.from_spans(
+                    id=first_id + index,
+                    row_spans=rows,
+                    owned_spans=owned,
+                    prefix_spans=prefix,
+                    trunks=trunks,
+                    rank=rank,
+                )
+            )
+    return microbatches
+
+
+def _providers(above: IntArray, starts: IntArray, repeats_above: NDArray[np.bool_]) -> IntArray:
+    """Pieces that hold runs of positions, up to the innermost that computes its own prefix again; ascending."""
+    first = np.searchsorted(starts, above[:, 0], side="right") - 1
+    last = np.searchsorted(starts, above[:, 1] - 1, side="right") - 1
+    # Runs ascend, and neighbours may end and begin in one piece.
+    first[1:] = np.maximum(first[1:], last[:-1] + 1)
+    _, pieces = expand_ranges(first, last + 1)
+    again = np.flatnonzero(repeats_above[pieces])
+    return pieces[again[-1] :] if len(again) else pieces
+
+
+def _rows_of_runs(walk: Walk, runs: IntArray) -> IntArray:
+    """Spans of rows at runs of positions, each within one segment."""
+    segment = np.searchsorted(walk.position, runs[:, 0], side="right") - 1
+    return runs + (walk.row[segment] - walk.position[segment])[:, None]

@@ -1,11 +1,14 @@
 """The order of forwards and backwards of a rank, and equal strings of them over ranks (NumPy only)."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from harts_hf.planner.microbatch import Microbatch
 
-Op = tuple[str, int]
+OpKind = Literal["S", "F", "B"]  # a forward without a graph, a forward, a backward
+Op = tuple[OpKind, int]  # and the id of its microbatch
 DUMMY = -1
+OP_KINDS: tuple[OpKind, ...] = ("S", "F", "B")
 
 
 def replay_ops(microbatches: Sequence[Microbatch], again: frozenset[int] = frozenset()) -> list[Op]:
@@ -15,27 +18,30 @@ def replay_ops(microbatches: Sequence[Microbatch], again: frozenset[int] = froze
         microbatches: of one rank, trunks before dependents.
         again: ids of trunks whose handoff is dropped after the ``S`` pass and made again by a second ``S``.
     """
-    by_id = {microbatch.id: microbatch for microbatch in microbatches}
     ops: list[Op] = [("S", microbatch.id) for microbatch in microbatches]
-    missing = set(again)
+    made_for = _first_readers(microbatches) if again else {}
+    before: dict[int, list[int]] = {}
+    for trunk in sorted(again):
+        before.setdefault(made_for[trunk], []).append(trunk)
     for microbatch in reversed(microbatches):
-        needed = sorted(_open_trunks(microbatch, by_id) & missing) if missing else []
-        ops += [("S", trunk) for trunk in needed]
-        missing -= set(needed)
+        ops += [("S", trunk) for trunk in before.get(microbatch.id, ())]
         ops += [("F", microbatch.id), ("B", microbatch.id)]
     return ops
 
 
-def _open_trunks(microbatch: Microbatch, by_id: dict[int, Microbatch]) -> set[int]:
-    """Trunks of a microbatch and the trunks that those read, all the way up."""
-    found: set[int] = set()
-    queue = list(microbatch.trunks)
-    while queue:
-        trunk = queue.pop()
-        if trunk not in found:
-            found.add(trunk)
-            queue += by_id[trunk].trunks
-    return found
+def _first_readers(microbatches: Sequence[Microbatch]) -> dict[int, int]:
+    """For each trunk the first microbatch of the reverse order that needs its states.
+
+    That is the last one that reads it, or a trunk of the last one, and so on: making a trunk's states again takes
+    those of its own trunks. Complexity: one Python step per trunk of each microbatch.
+    """
+    first: dict[int, int] = {}
+    for microbatch in reversed(microbatches):
+        needed_for = first.get(microbatch.id, microbatch.id)
+        for trunk in microbatch.trunks:
+            if first.get(trunk, -1) < needed_for:
+                first[trunk] = needed_for
+    return first
 
 
 def nested_ops(microbatches: Sequence[Microbatch], dropped: frozenset[int] = frozenset()) -> list[Op]:
@@ -69,79 +75,36 @@ def keep_ops(microbatches: Sequence[Microbatch]) -> list[Op]:
     return [("F", i) for i in ids] + [("B", i) for i in reversed(ids)]
 
 
-def graph_tokens(ops: Sequence[Op], microbatches: Sequence[Microbatch]) -> list[int]:
-    """Network rows whose graphs are alive while each op runs (a dummy's one row is not counted)."""
-    alive, series = 0, []
-    for kind, index in ops:
-        rows = microbatches[index].num_rows if index != DUMMY else 0
-        alive += rows if kind == "F" else 0
-        series.append(alive)
-        alive -= rows if kind == "B" else 0
-    return series
-
-
-def handoff_lives(ops: Sequence[Op], microbatches: Sequence[Microbatch]) -> list[tuple[int, int, int]]:
-    """When handed states are alive: ``(trunk id, first op, last op)``, both included.
-
-    A forward of a trunk makes its handoff; the latest one counts. It lives until the last op that reads it, and, once
-    a dependent's backward has put gradients there, until the trunk's own backward. A forward that nobody reads (the
-    ``F`` just before the trunk's ``B``) makes none.
-    """
-    made: dict[int, int] = {}
-    last: dict[int, int] = {}
-    holds_gradient: set[int] = set()
-    lives = []
-
-    def end(trunk: int) -> None:
-        if trunk in last:
-            assert trunk in made, "states that no forward made"
-            lives.append((trunk, made[trunk], last.pop(trunk)))
-
-    for time, (kind, index) in enumerate(ops):
-        if index == DUMMY:
-            continue
-        for trunk in microbatches[index].trunks:
-            last[trunk] = time
-            if kind == "B":
-                holds_gradient.add(trunk)
-        if kind == "B":
-            if index in holds_gradient:
-                last[index] = time
-            end(index)
-        elif index not in holds_gradient:
-            end(index)
-            made[index] = time
-    for trunk in list(last):
-        end(trunk)
-    return sorted(lives)
+# What an op adds to the open graphs of its rank.
+OPENED: dict[OpKind, int] = {"S": 0, "F": 1, "B": -1}
 
 
 def align(rank_ops: Sequence[Sequence[Op]]) -> list[list[Op]]:
     """Ops of all ranks as strings of equal kinds, dummies filled in.
 
-    At every place the ranks whose next op is of the chosen kind run it, and the others run a dummy. ``S`` goes before
+    At every index the ranks whose next op is of the chosen kind run it, and the others run a dummy. ``S`` goes before
     ``F`` before ``B``. All ranks always have equally many open graphs, dummies counted, so if no rank wants a forward,
     a rank that does not want ``B`` has finished and has an open dummy: the string can always go on. Dummies that are
     open at the end are closed by dummy ``B``.
     """
-    place = [0] * len(rank_ops)
+    done = [0] * len(rank_ops)
     open_dummies = [0] * len(rank_ops)
     aligned: list[list[Op]] = [[] for _ in rank_ops]
 
-    def append(kind: str, heads: Sequence[str]) -> None:
+    def append(kind: OpKind, heads: Sequence[str]) -> None:
         for rank, head in enumerate(heads):
             if head == kind:
-                aligned[rank].append(rank_ops[rank][place[rank]])
-                place[rank] += 1
+                aligned[rank].append(rank_ops[rank][done[rank]])
+                done[rank] += 1
             else:
                 aligned[rank].append((kind, DUMMY))
-                open_dummies[rank] += {"S": 0, "F": 1, "B": -1}[kind]
+                open_dummies[rank] += OPENED[kind]
 
     while True:
-        heads = [ops[place[rank]][0] if place[rank] < len(ops) else "" for rank, ops in enumerate(rank_ops)]
+        heads = [ops[done[rank]][0] if done[rank] < len(ops) else "" for rank, ops in enumerate(rank_ops)]
         if not any(heads):
             break
-        append(next(kind for kind in "SFB" if kind in heads), heads)
+        append(next(kind for kind in OP_KINDS if kind in heads), heads)
     for _ in range(open_dummies[0] if rank_ops else 0):
         append("B", [""] * len(rank_ops))
     return aligned
@@ -157,35 +120,42 @@ def interleave(rank_ops: Sequence[Sequence[Op]], rows: Sequence[int], limit: int
         rows: rows of each microbatch, by id.
         limit: rows whose graphs may be alive at once on a rank.
     """
-    ahead = [list(ops) for ops in rank_ops]
+    ahead = [list(reversed(ops)) for ops in rank_ops]  # the next op is the last
     dropped = [{index for kind, index in ops if kind == "S"} for ops in rank_ops]
     done: list[list[Op]] = [[] for _ in rank_ops]
     alive = [0] * len(rank_ops)
     while any(ahead):
-        kind = next(kind for kind in "SFB" if any(ops and ops[0][0] == kind for ops in ahead))
+        kind = next(kind for kind in OP_KINDS if any(ops and ops[-1][0] == kind for ops in ahead))
         for rank, ops in enumerate(ahead):
-            if kind == "F" and ops and ops[0][0] == "B":
+            if kind == "F" and ops and ops[-1][0] == "B":
                 _bring_forward(ops, dropped[rank], rows, limit - alive[rank])
-            if ops and ops[0][0] == kind:
-                op = ops.pop(0)
+            if ops and ops[-1][0] == kind:
+                op = ops.pop()
                 done[rank].append(op)
-                alive[rank] += {"S": 0, "F": rows[op[1]], "B": -rows[op[1]]}[kind]
+                alive[rank] += OPENED[kind] * rows[op[1]]
     return done
 
 
-def _bring_forward(ops: list[Op], dropped: set[int], rows: Sequence[int], room: int) -> None:
-    """Moves the first ``F`` behind leading ``B`` to the front, and those ``B`` behind its own, if that is legal."""
-    place = next((i for i, (kind, _) in enumerate(ops) if kind != "B"), None)
-    if place is None:
+def _bring_forward(ahead: list[Op], dropped: set[int], rows: Sequence[int], room: int) -> None:
+    """Moves the first ``F`` behind leading ``B`` to the front, and those ``B`` behind its own, if that is legal.
+
+    Args:
+        ahead: the ops to come, the next one last.
+        dropped: ids of trunks whose late ``F`` has to wait for their dependents' ``B``.
+        rows: rows of each microbatch, by id.
+        room: rows whose graphs may be alive besides those that are.
+    """
+    first = len(ahead) - 1
+    while first >= 0 and ahead[first][0] == "B":
+        first -= 1
+    if first < 0 or ahead[first][0] != "F" or ahead[first][1] in dropped:
         return
-    kind, index = ops[place]
-    # A dropped trunk's late F has to wait for its dependents' B.
-    if kind != "F" or index in dropped:
-        return
-    close = ops.index(("B", index))
-    alive = 0
-    for kind, index in ops[place:close]:
-        alive += {"S": 0, "F": rows[index], "B": -rows[index]}[kind]
+    own, alive = ahead[first][1], 0
+    close = first
+    while ahead[close] != ("B", own):
+        kind, index = ahead[close]
+        alive += OPENED[kind] * rows[index]
         if alive > room:
             return
-    ops[:] = [*ops[place : close + 1], *ops[:place], *ops[close + 1 :]]
+        close -= 1
+    ahead[close:] = [*ahead[first + 1 :], *ahead[close : first + 1]]

@@ -5,16 +5,17 @@ earlier call left. Proofs are in docs/planner.md.
 """
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
 from harts_hf.planner.chunks import CHUNK_SIZE, build_chunk_tree
 from harts_hf.tree import IntArray, RolloutTree
 
-TAPS = ("anywhere", "ends")
+Taps = Literal["anywhere", "ends"]
 
 
-def min_linear_calls(tree: RolloutTree, chunk_size: int = CHUNK_SIZE, taps: str = "anywhere") -> int:
+def min_linear_calls(tree: RolloutTree, chunk_size: int = CHUNK_SIZE, taps: Taps = "anywhere") -> int:
     """Fewest sequential calls that run every chunk node of ``tree`` once.
 
     Args:
@@ -46,7 +47,7 @@ class ChainDecomposition:
     num_calls: int
 
 
-def decompose_chains(parent: IntArray, *, taps: str = "anywhere") -> ChainDecomposition:
+def decompose_chains(parent: IntArray, *, taps: Taps = "anywhere") -> ChainDecomposition:
     """Chains that need the fewest calls.
 
     Args:
@@ -55,11 +56,11 @@ def decompose_chains(parent: IntArray, *, taps: str = "anywhere") -> ChainDecomp
 
     Complexity: O(M), one Python step per node.
     """
-    if taps not in TAPS:
-        raise ValueError(f"expected taps to be one of {', '.join(TAPS)}, got {taps!r}")
+    if taps not in get_args(Taps):
+        raise ValueError(f"expected taps to be one of {', '.join(get_args(Taps))}, got {taps!r}")
     above: list[int] = parent.tolist()
     num_nodes = len(above)
-    rank, heavy = _ranks(above, taps)
+    needed, heavy = _strahler_numbers(above, taps)
     call = [0] * num_nodes
     head = list(range(num_nodes))
     for node, node_above in enumerate(above):
@@ -72,27 +73,27 @@ def decompose_chains(parent: IntArray, *, taps: str = "anywhere") -> ChainDecomp
     return ChainDecomposition(
         call=np.asarray(call, np.int64),
         head=np.asarray(head, np.int64),
-        num_calls=max((rank[node] for node in range(num_nodes) if above[node] < 0), default=0),
+        num_calls=max((needed[node] for node in range(num_nodes) if above[node] < 0), default=0),
     )
 
 
-def _ranks(above: list[int], taps: str) -> tuple[list[int], list[int]]:
-    """``rank``: calls that a node's subtree needs; ``heavy``: the child that goes on in the node's call, or -1."""
+def _strahler_numbers(above: list[int], taps: Taps) -> tuple[list[int], list[int]]:
+    """``needed``: calls that a node's subtree needs; ``heavy``: the child that goes on in the node's call, or -1."""
     num_nodes = len(above)
     first, second, children = [0] * num_nodes, [0] * num_nodes, [0] * num_nodes
-    heavy, rank = [-1] * num_nodes, [1] * num_nodes
+    heavy, needed = [-1] * num_nodes, [1] * num_nodes
     for node in range(num_nodes - 1, -1, -1):
         if children[node] == 1 or (children[node] > 1 and taps == "anywhere"):
-            rank[node] = max(first[node], second[node] + 1)
+            needed[node] = max(first[node], second[node] + 1)
         elif children[node] > 1:
-            rank[node], heavy[node] = first[node] + 1, -1
+            needed[node], heavy[node] = first[node] + 1, -1
         up = above[node]
         if up < 0:
             continue
         children[up] += 1
         # Nodes come from high to low numbers; ">=" keeps the lowest number among equals.
-        if rank[node] >= first[up]:
-            first[up], second[up], heavy[up] = rank[node], first[up], node
+        if needed[node] >= first[up]:
+            first[up], second[up], heavy[up] = needed[node], first[up], node
         else:
-            second[up] = max(second[up], rank[node])
-    return rank, heavy
+            second[up] = max(second[up], needed[node])
+    return needed, heavy

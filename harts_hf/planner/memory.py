@@ -5,12 +5,11 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from harts_hf.planner.accounting import Export, Measure
+from harts_hf.planner.accounting import Handed, Measure
 from harts_hf.planner.execution import DUMMY, Op
+from harts_hf.planner.lives import Life, amounts_alive, gradient_lives, value_lives
 from harts_hf.planner.microbatch import Microbatch
 from harts_hf.tree import IntArray
-
-Life = tuple[int, int, int]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -73,13 +72,14 @@ class MemoryCounts:
 
 
 def count_memory(
-    ops: Sequence[Op], microbatches: Sequence[Microbatch], measures: Sequence[Measure], exports: Mapping[int, Export]
+    ops: Sequence[Op], microbatches: Sequence[Microbatch], measures: Sequence[Measure], handed: Mapping[int, Handed]
 ) -> MemoryCounts:
-    """Counts of one rank's ops (without dummies). Complexity: one Python step an op."""
+    """Counts of one rank's ops (without dummies). Complexity: one Python step per op."""
     size = len(ops)
-    starts = {index: place for place, (kind, index) in enumerate(ops) if kind == "F"}
-    graphs = [(index, starts[index], place) for place, (kind, index) in enumerate(ops) if kind == "B"]
-    values, gradients = value_lives(ops, microbatches), gradient_lives(ops, microbatches)
+    starts = {index: time for time, (kind, index) in enumerate(ops) if kind == "F"}
+    graphs = [(index, starts[index], time) for time, (kind, index) in enumerate(ops) if kind == "B"]
+    trunks = [microbatch.trunk_ids for microbatch in microbatches]
+    values, gradients = value_lives(ops, trunks), gradient_lives(ops, trunks)
 
     def alive(lives: Iterable[Life], size_of: Mapping[int, int]) -> IntArray:
         return amounts_alive(size, ((first, last, size_of[i]) for i, first, last in lives))
@@ -90,8 +90,8 @@ def count_memory(
     rows = [microbatch.num_rows for microbatch in microbatches]
     prefix = [microbatch.num_prefix for microbatch in microbatches]
     chunks = [measured.chunks for measured in measures]
-    handed_rows = {trunk: export.rows for trunk, export in exports.items()}
-    states = {trunk: export.states for trunk, export in exports.items()}
+    handed_rows = {trunk: amounts.rows for trunk, amounts in handed.items()}
+    states = {trunk: amounts.states for trunk, amounts in handed.items()}
     return MemoryCounts(
         graph_rows=alive(graphs, dict(enumerate(rows))),
         graph_chunks=alive(graphs, dict(enumerate(chunks))),
@@ -103,57 +103,30 @@ def count_memory(
         scoring_rows=running("S", rows),
         backward_rows=running("B", rows),
         backward_prefix_rows=running("B", prefix),
-        handed_bytes=handed_bytes(ops, microbatches, exports),
+        handed_bytes=_bytes_alive(size, values, gradients, handed),
     )
 
 
-def value_lives(ops: Sequence[Op], microbatches: Sequence[Microbatch]) -> list[Life]:
-    """When handed values are alive: ``(trunk id, first op, last op)``, both included.
-
-    A forward of a trunk makes them; they live until the last op that reads them before the trunk's next forward. A
-    backward reads too, since activation checkpointing runs its layers again.
-    """
-    made: dict[int, int] = {}
-    read: dict[int, int] = {}
-    lives: list[Life] = []
-    for time, (kind, index) in enumerate(ops):
-        if index == DUMMY:
-            continue
-        for trunk in microbatches[index].trunks:
-            assert trunk in made, "states that no forward made"
-            read[trunk] = time
-        if kind != "B":
-            if index in read:
-                lives.append((index, made[index], read.pop(index)))
-            made[index] = time
-    return lives + [(trunk, made[trunk], last) for trunk, last in read.items()]
-
-
-def gradient_lives(ops: Sequence[Op], microbatches: Sequence[Microbatch]) -> list[Life]:
-    """When gradient sums of handed states are alive: from the first dependent's backward to the trunk's own."""
-    first: dict[int, int] = {}
-    lives: list[Life] = []
-    for time, (kind, index) in enumerate(ops):
-        if kind != "B" or index == DUMMY:
-            continue
-        if index in first:
-            lives.append((index, first.pop(index), time))
-        for trunk in microbatches[index].trunks:
-            first.setdefault(trunk, time)
-    return lives
-
-
-def handed_bytes(ops: Sequence[Op], microbatches: Sequence[Microbatch], exports: Mapping[int, Export]) -> IntArray:
+def handed_bytes(ops: Sequence[Op], microbatches: Sequence[Microbatch], handed: Mapping[int, Handed]) -> IntArray:
     """Bytes of handed values and gradient sums that are alive while each op runs, ``[ops]``."""
-    parts = [(first, last, exports[trunk].value_bytes) for trunk, first, last in value_lives(ops, microbatches)]
-    parts += [(first, last, exports[trunk].gradient_bytes) for trunk, first, last in gradient_lives(ops, microbatches)]
-    return amounts_alive(len(ops), parts)
+    trunks = [microbatch.trunk_ids for microbatch in microbatches]
+    return _bytes_alive(len(ops), value_lives(ops, trunks), gradient_lives(ops, trunks), handed)
 
 
-def amounts_alive(size: int, parts: Iterable[tuple[int, int, int]]) -> IntArray:
-    """``[size]``: at each op the sum of amounts that live from a first to a last op, both included."""
-    change = np.zeros(size + 1, np.int64)
-    for first, last, amount in parts:
-        change[first] += amount
-        change[last + 1] -= amount
-    return np.cumsum(change)[:-1]
+def _bytes_alive(
+    size: int, values: Sequence[Life], gradients: Sequence[Life], handed: Mapping[int, Handed]
+) -> IntArray:
+    parts = [(first, last, handed[trunk].value_bytes) for trunk, first, last in values]
+    parts += [(first, last, handed[trunk].gradient_bytes) for trunk, first, last in gradients]
+    return amounts_alive(size, parts)
+
+
+def graph_tokens(ops: Sequence[Op], microbatches: Sequence[Microbatch]) -> list[int]:
+    """Network rows whose graphs are alive while each op runs (a dummy's one row is not counted)."""
+    alive, series = 0, []
+    for kind, index in ops:
+        rows = microbatches[index].num_rows if index != DUMMY else 0
+        alive += rows if kind == "F" else 0
+        series.append(alive)
+        alive -= rows if kind == "B" else 0
+    return series

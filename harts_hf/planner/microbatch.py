@@ -5,16 +5,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from harts_hf.planner.spans import NO_SPANS, rows_of_spans, span_size, spans_of_rows
 from harts_hf.tree import IntArray
-
-NO_SPANS = np.zeros((0, 2), np.int64)
 
 
 class Microbatch:
     """Rows of a tree that run in one model forward. Arrays of rows are made from spans on first use.
 
     Attributes:
-        id: its place in ``Schedule.microbatches``.
+        id: its index in ``Schedule.microbatches``.
         rank: the rank that runs it.
         trunks: ids of the microbatches whose states are read, the outermost first; on the same rank, below ``id``.
         row_spans: ``[k, 2]`` half-open spans of ``rows``, ascending, not touching.
@@ -33,14 +32,10 @@ class Microbatch:
         rank: int = 0,
     ) -> None:
         row_array = np.asarray(rows, np.int64)
-        self._set(
-            id=id,
-            row_spans=_spans_of(row_array),
-            owned_spans=_spans_of(row_array[np.asarray(owned, bool)]),
-            prefix_spans=_spans_of(np.asarray(prefix, np.int64)),
-            trunks=trunks,
-            rank=rank,
-        )
+        self.id, self.rank, self.trunks = id, rank, trunks
+        self.row_spans = spans_of_rows(row_array)
+        self.owned_spans = spans_of_rows(row_array[np.asarray(owned, bool)])
+        self.prefix_spans = spans_of_rows(np.asarray(prefix, np.int64))
 
     @classmethod
     def from_spans(
@@ -55,23 +50,10 @@ class Microbatch:
     ) -> "Microbatch":
         """A microbatch from ascending disjoint spans instead of arrays of rows."""
         microbatch = cls.__new__(cls)
-        microbatch._set(
-            id=id, row_spans=row_spans, owned_spans=owned_spans, prefix_spans=prefix_spans, trunks=trunks, rank=rank
-        )
+        microbatch.id, microbatch.rank, microbatch.trunks = id, rank, trunks
+        microbatch.row_spans, microbatch.owned_spans = row_spans, owned_spans
+        microbatch.prefix_spans = prefix_spans
         return microbatch
-
-    def _set(
-        self,
-        *,
-        id: int,
-        row_spans: IntArray,
-        owned_spans: IntArray,
-        prefix_spans: IntArray,
-        trunks: tuple[int, ...],
-        rank: int,
-    ) -> None:
-        self.id, self.rank, self.trunks = id, rank, trunks
-        self.row_spans, self.owned_spans, self.prefix_spans = row_spans, owned_spans, prefix_spans
 
     @cached_property
     def rows(self) -> IntArray:
@@ -96,12 +78,17 @@ class Microbatch:
         """
         return rows_of_spans(self.prefix_spans)
 
-    @property
+    @cached_property
+    def trunk_ids(self) -> IntArray:
+        """``trunks`` as an array."""
+        return np.array(self.trunks, np.int64)
+
+    @cached_property
     def num_rows(self) -> int:
         """Network rows."""
         return span_size(self.row_spans)
 
-    @property
+    @cached_property
     def num_prefix(self) -> int:
         """Rows read from trunks."""
         return span_size(self.prefix_spans)
@@ -111,27 +98,3 @@ class Microbatch:
             f"Microbatch(id={self.id}, rank={self.rank}, rows={self.num_rows}, prefix={self.num_prefix}, "
             f"trunks={self.trunks})"
         )
-
-
-def rows_of_spans(spans: IntArray) -> IntArray:
-    """The rows in half-open spans ``[k, 2]``, in order."""
-    if len(spans) == 0:
-        return np.zeros(0, np.int64)
-    return np.concatenate([np.arange(start, stop) for start, stop in spans.tolist()])
-
-
-def span_size(spans: IntArray) -> int:
-    """How many rows half-open spans hold."""
-    return int((spans[:, 1] - spans[:, 0]).sum())
-
-
-def _spans_of(rows: IntArray) -> IntArray:
-    """Ascending rows as spans."""
-    if len(rows) == 0:
-        return NO_SPANS
-    if (np.diff(rows) <= 0).any():
-        raise ValueError("expected ascending rows without repeats")
-    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-    starts = rows[np.append(0, breaks)]
-    stops = rows[np.append(breaks, len(rows)) - 1] + 1
-    return np.stack([starts, stops], axis=1)

@@ -5,14 +5,16 @@ is computed on both. The leaves stand in an order in which the deepest child com
 rows between its ends plus the path above its first leaf, which is short where the run is the early part of a spine.
 """
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from harts_hf.planner.cost import Coefficients
+from harts_hf.planner.chunks import whole_chunk_rows
+from harts_hf.planner.cost import UnitSeconds, causal_pairs
 from harts_hf.planner.cuts import prefix_seconds
-from harts_hf.planner.traversal import FloatArray, Traversal
+from harts_hf.planner.walk import FloatArray, Walk
 from harts_hf.tree import IntArray
 
 
@@ -36,17 +38,17 @@ class LeafTable:
         return len(self.root)
 
     @classmethod
-    def build(cls, walk: Traversal, *, chunk_size: int, step: Coefficients) -> "LeafTable":
-        """Of a walk, with the coefficients of a step."""
+    def build(cls, walk: Walk, *, chunk_size: int, seconds_per: UnitSeconds) -> "LeafTable":
+        """Of a walk; ``seconds_per`` is of a whole step."""
         leaves = np.flatnonzero(walk.is_leaf)
         first = np.append(0, leaves[:-1] + 1)  # the segment after the leaf before
         stop = walk.depth + walk.length
-        pairs = (stop * (stop + 1) - walk.depth * (walk.depth + 1)) // 2
-        nodes = (stop // chunk_size - walk.depth // chunk_size) * chunk_size
+        pairs = causal_pairs(stop) - causal_pairs(walk.depth)
+        nodes = whole_chunk_rows(stop, chunk_size) - whole_chunk_rows(walk.depth, chunk_size)
         nodes = nodes + np.where(walk.is_leaf, stop % chunk_size, 0)
-        seconds = step.rows * walk.length + step.pairs * pairs + step.linear_rows * nodes
+        seconds = seconds_per.rows * walk.length + seconds_per.pairs * pairs + seconds_per.linear_rows * nodes
         before = np.append(0.0, np.cumsum(seconds))
-        above = [prefix_seconds(depth, step, chunk_size) for depth in walk.depth[first].tolist()]
+        above = [prefix_seconds(depth, seconds_per, chunk_size) for depth in walk.depth[first].tolist()]
         return cls(before=before[np.append(first, walk.num_segments)], above=np.array(above), root=walk.root[first])
 
     def run(self, start: int, stop: int) -> float:
@@ -152,44 +154,50 @@ def _pack(leaves: LeafTable, roots: list[Run], world_size: int, seconds: float) 
 def _fill(
     leaves: LeafTable, queue: list[Run], world_size: int, seconds: float, fullest: bool
 ) -> list[list[Run]] | None:
-    room = [seconds] * world_size
+    rooms = [(seconds, rank) for rank in range(world_size)]  # (room, rank), ascending
     ranks: list[list[Run]] = [[] for _ in range(world_size)]
-    while queue:
-        start, stop = queue.pop(0)
-        need = leaves.run(start, stop)
-        emptiest = max(range(world_size), key=lambda rank: (room[rank], -rank))
-        fitting = [rank for rank in range(world_size) if room[rank] >= need - 1e-12 * seconds]
-        if fitting:
-            rank = min(fitting, key=lambda r: (room[r], r)) if fullest else emptiest
+    needs = [-leaves.run(*run) for run in queue]
+    head = 0
+    while head < len(queue):
+        start, stop = queue[head]
+        need = -needs[head]
+        head += 1
+        fitting = bisect_left(rooms, (need - 1e-12 * seconds, -1))
+        emptiest = bisect_left(rooms, (rooms[-1][0], -1))  # the lowest rank of those with most room
+        if fitting < world_size:
+            room, rank = rooms.pop(fitting if fullest else emptiest)
             cut = stop
         else:
-            rank = emptiest
-            cut = leaves.first_stop(start, stop, room[rank])
+            room, rank = rooms.pop(emptiest)
+            cut = leaves.first_stop(start, stop, room)
             if cut <= start:
                 return None
             rest = leaves.run(cut, stop)
-            place = next((i for i, run in enumerate(queue) if leaves.run(*run) < rest), len(queue))
-            queue.insert(place, (cut, stop))
-        room[rank] -= leaves.run(start, cut)
+            index = bisect_right(needs, -rest, head)
+            queue.insert(index, (cut, stop))
+            needs.insert(index, -rest)
+        insort(rooms, (room - leaves.run(start, cut), rank))
         ranks[rank].append((start, cut))
     return ranks
 
 
-def walks_of_owners(walk: Traversal, order: Traversal, owner: IntArray, world_size: int) -> list[Traversal]:
+def walks_of_owners(walk: Walk, order: Walk, owner: IntArray, world_size: int) -> list[Walk]:
     """The walk of each rank over the paths of its leaves; the first rank that computes a segment owns it.
 
     Args:
-        walk: the walk whose leaves ``owner`` [L] numbers.
+        walk: the walk whose leaves ``owner`` is for.
         order: a walk over the same segments, in the order in which the ranks are to go.
-        owner: rank of each leaf.
+        owner: ``[L]`` rank of each leaf.
         world_size: ranks.
     """
-    rank_of_row = dict(zip(walk.row[walk.is_leaf].tolist(), owner.tolist(), strict=True))
-    rank_of_segment = np.array([rank_of_row.get(row, -1) for row in order.row.tolist()])
+    by_row = np.argsort(walk.row)
+    rank = np.full(walk.num_segments, -1)
+    rank[walk.is_leaf] = owner
+    rank_of_segment = rank[by_row[np.searchsorted(walk.row, order.row, sorter=by_row)]]
     taken = np.zeros(order.num_segments, bool)
     walks = []
-    for rank in range(world_size):
-        part = order.select(rank_of_segment == rank, ~taken)
+    for number in range(world_size):
+        part = order.select(rank_of_segment == number, ~taken)
         walks.append(part)
         taken |= np.isin(order.row, part.row, assume_unique=True)
     return walks

@@ -10,8 +10,8 @@ from harts_hf.planner.config import PlannerConfig
 from harts_hf.planner.orders import LimitError
 from harts_hf.planner.placement import LeafTable, place_runs, walks_of_owners
 from harts_hf.planner.schedule import Schedule
-from harts_hf.planner.traversal import Traversal
 from harts_hf.planner.trials import MANY_PIECES, Cuts, Task, build_schedule, cuts_to_try
+from harts_hf.planner.walk import Walk
 from harts_hf.tree import IntArray, RolloutTree
 
 # Placements may be this much slower than the fastest found, for fewer rows computed twice.
@@ -32,13 +32,13 @@ def best_schedule(tree: RolloutTree, config: PlannerConfig) -> Schedule:
         LimitError: limits under which no schedule was found; the message names the smallest that would work.
     """
     task = Task.of(tree, config)
-    walk = Traversal.of_tree(tree).reordered(deepest="last")
+    walk = Walk.of_tree(tree).reordered(deepest="last")
     owners = _placements(task, walk)
     trials = list(_trials(task, walk, owners))
     found: list[Schedule] = []
     failures: list[LimitError] = []
     rough = [(seconds, sum(walk.num_rows for walk in walks)) for seconds, walks, _ in trials]
-    for _, walks, cuts in [trials[place] for place in _best_first(config, rough)]:
+    for _, walks, cuts in [trials[index] for index in _best_first(config, rough)]:
         try:
             found.append(build_schedule(task, walks, cuts))
         except LimitError as error:
@@ -59,7 +59,7 @@ def _choose(config: PlannerConfig, found: Sequence[Schedule]) -> Schedule:
 
 
 def _best_first(config: PlannerConfig, costs: Sequence[tuple[float, int]]) -> list[int]:
-    """Places of ``(seconds, rows)`` in the order of preference."""
+    """Indices of ``(seconds, rows)`` in the order of preference."""
     preferred = list(range(len(costs)))
     if config.sharing == "always":
         fastest = min(seconds for seconds, _ in costs)
@@ -69,17 +69,17 @@ def _best_first(config: PlannerConfig, costs: Sequence[tuple[float, int]]) -> li
     return sorted(range(len(costs)), key=lambda i: (i not in preferred, *costs[i]))
 
 
-Trial = tuple[float, list[Traversal], Cuts]
+Trial = tuple[float, list[Walk], Cuts]
 
 
-def _placements(task: Task, walk: Traversal) -> list[IntArray]:
+def _placements(task: Task, walk: Walk) -> list[IntArray]:
     """Owners of the leaves, several to try; none on one rank."""
     if task.config.world_size == 1:
         return []
     # Rows pay their share of a full microbatch here, so that ranks of many cheap rows do not need more microbatches.
-    share = (task.step.microbatches + task.step.calls) / task.max_rows
-    step = replace(task.step, rows=task.step.rows + share)
-    leaves = LeafTable.build(walk, chunk_size=task.config.chunk_size, step=step)
+    share = (task.seconds_per.microbatches + task.seconds_per.calls) / task.max_rows
+    seconds_per = replace(task.seconds_per, rows=task.seconds_per.rows + share)
+    leaves = LeafTable.build(walk, chunk_size=task.config.chunk_size, seconds_per=seconds_per)
     found: list[IntArray] = []
     for owner in place_runs(leaves, task.config.world_size, SLACKS):
         if not any(np.array_equal(owner, other) for other in found):
@@ -87,7 +87,7 @@ def _placements(task: Task, walk: Traversal) -> list[IntArray]:
     return found
 
 
-def _trials(task: Task, walk: Traversal, owners: Sequence[IntArray]) -> Iterator[Trial]:
+def _trials(task: Task, walk: Walk, owners: Sequence[IntArray]) -> Iterator[Trial]:
     """Walks of the ranks and cuts, with rough estimates."""
     config = task.config
     orders = [walk]
@@ -99,7 +99,7 @@ def _trials(task: Task, walk: Traversal, owners: Sequence[IntArray]) -> Iterator
                 yield seconds, walks, cuts
 
 
-def _improved(task: Task, walk: Traversal, owner: IntArray, found: Sequence[Schedule]) -> Schedule:
+def _improved(task: Task, walk: Walk, owner: IntArray, found: Sequence[Schedule]) -> Schedule:
     """Moves single leaves to other ranks, and exchanges pairs of leaves, as long as the estimate falls."""
 
     best = min(found, key=lambda schedule: schedule.estimated_seconds)
@@ -119,7 +119,7 @@ def _improved(task: Task, walk: Traversal, owner: IntArray, found: Sequence[Sche
     return min(best, current, key=lambda schedule: schedule.estimated_seconds)
 
 
-def _fastest(task: Task, walks: list[Traversal], bound: float) -> Schedule | None:
+def _fastest(task: Task, walks: list[Walk], bound: float) -> Schedule | None:
     """The fastest schedule of given walks; those roughly at or above ``bound`` are not built."""
     best = None
     for _, cuts in cuts_to_try(task, walks, bound):

@@ -1,14 +1,16 @@
 """What a planner decides: microbatches and the order of their forwards and backwards (NumPy only)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from harts_hf.planner.accounting import ChunkEnds, Exports, Measure, measure
-from harts_hf.planner.config import PlannerConfig
+from harts_hf.planner import serialization, validation
+from harts_hf.planner.accounting import Accounts, ChunkEnds, Handed, Measure
+from harts_hf.planner.config import Execution, PlannerConfig
 from harts_hf.planner.cost import CostModel
-from harts_hf.planner.execution import DUMMY, Op, align, graph_tokens, handoff_lives
-from harts_hf.planner.memory import MemoryCounts, amounts_alive, count_memory, handed_bytes
+from harts_hf.planner.execution import DUMMY, Op, align
+from harts_hf.planner.lives import Life, amounts_alive, handoff_lives
+from harts_hf.planner.memory import MemoryCounts, count_memory, graph_tokens, handed_bytes
 from harts_hf.planner.microbatch import Microbatch
 from harts_hf.tree import RolloutTree
 
@@ -27,14 +29,16 @@ class Schedule:
         execution: "replay", "nested" or "keep".
         rank_ops: per rank, its ops without dummies.
         decision: what was chosen and why, a sentence or two.
+        accounts: counts of the microbatches, if they are known already; they are counted on first use otherwise.
     """
 
     tree: RolloutTree
     microbatches: tuple[Microbatch, ...]
     config: PlannerConfig
-    execution: str
+    execution: Execution
     rank_ops: tuple[tuple[Op, ...], ...]
     decision: str = ""
+    accounts: Accounts | None = field(default=None, repr=False)
 
     def ops(self, rank: int = 0, *, dummies: bool = True) -> list[Op]:
         """The ops of a rank in order: ("S" no-grad forward | "F" forward | "B" backward, microbatch id).
@@ -115,15 +119,14 @@ class Schedule:
         """Most handed rows alive at once on a rank."""
         peaks = []
         for ops, lives in zip(self.rank_ops, self.handoff_lives, strict=True):
-            rows = amounts_alive(len(ops), ((first, last, self.exports.of[i].rows) for i, first, last in lives))
+            rows = amounts_alive(len(ops), ((first, last, self.handed[i].rows) for i, first, last in lives))
             peaks.append(int(rows.max(initial=0)))
         return max(peaks)
 
     @cached_property
     def peak_handoff_bytes(self) -> int:
         """Most bytes of handed values and gradient sums alive at once on a rank, by the cost model's sizes."""
-        of = self.exports.of
-        return int(max(handed_bytes(ops, self.microbatches, of).max(initial=0) for ops in self.rank_ops))
+        return int(max(handed_bytes(ops, self.microbatches, self.handed).max(initial=0) for ops in self.rank_ops))
 
     def memory_counts(self, rank: int = 0) -> MemoryCounts:
         """What is alive while each op of ``ops(rank, dummies=False)`` runs: rows, chunk nodes and states by use.
@@ -132,7 +135,7 @@ class Schedule:
         (``benchmarks/window_memory.py`` fits them): ``schedule.memory_counts().peak_bytes({"graph_rows": ...})``.
         """
         self._check_rank(rank)
-        return count_memory(self.rank_ops[rank], self.microbatches, self.measures, self.exports.of)
+        return count_memory(self.rank_ops[rank], self.microbatches, self.measures, self.handed)
 
     @property
     def oversized(self) -> tuple[int, ...]:
@@ -147,23 +150,27 @@ class Schedule:
     # ---- time and memory ----------------------------------------------------------------------------------------
 
     @cached_property
-    def measures(self) -> list[Measure]:
+    def _accounts(self) -> Accounts:
+        return self.accounts or Accounts.of(ChunkEnds(self.tree, self.config.chunk_size), self.microbatches, self.cost)
+
+    @property
+    def measures(self) -> tuple[Measure, ...]:
         """What each microbatch does, by id."""
-        ends = ChunkEnds(self.tree, self.config.chunk_size)
-        return [measure(ends, microbatch, self.cost) for microbatch in self.microbatches]
+        return self._accounts.measures
+
+    @property
+    def handed(self) -> dict[int, Handed]:
+        """What each trunk hands over, by id."""
+        return self._accounts.handed
 
     @cached_property
-    def exports(self) -> Exports:
-        """What each trunk hands over."""
-        return Exports(self.microbatches, self.measures, self.cost)
-
-    @cached_property
-    def handoff_lives(self) -> list[list[tuple[int, int, int]]]:
+    def handoff_lives(self) -> list[list[Life]]:
         """Per rank, when handed states are alive: (trunk id, first op, last op) in ``ops(rank, dummies=False)``.
 
         A forward of a trunk makes its handoff; after the last op it can be freed.
         """
-        return [handoff_lives(ops, self.microbatches) for ops in self.rank_ops]
+        trunks = [microbatch.trunk_ids for microbatch in self.microbatches]
+        return [handoff_lives(ops, trunks) for ops in self.rank_ops]
 
     def op_seconds(self, op: Op) -> float:
         """Estimated time of an op; a dummy costs what a microbatch costs without work."""
@@ -181,18 +188,42 @@ class Schedule:
     def validate(self) -> None:
         """Proves every invariant (docs/planner.md lists them).
 
+        Complexity: NumPy work over all spans of the microbatches, and a few calls per microbatch and op.
+
         Raises:
             AssertionError: an invariant is broken.
         """
-        from harts_hf.planner.validation import validate_schedule
+        assert len(self.rank_ops) == self.config.world_size, "ops of too many or too few ranks"
+        validation.check_microbatches(self.tree, self.microbatches)
+        validation.check_ops(self.rank_ops, self.microbatches, self.execution)
+        validation.check_alignment(self.rank_ops, self._aligned)
+        for ops, lives in zip(self.rank_ops, self.handoff_lives, strict=True):
+            validation.check_lives(ops, lives, self.microbatches)
+        self._check_limits()
 
-        validate_schedule(self)
+    def _check_limits(self) -> None:
+        """Limits hold; only single paths computed whole may exceed the budgets of rows."""
+        config = self.config
+        for index in self.oversized:
+            microbatch = self.microbatches[index]
+            leaves = self.tree.subtree_end[microbatch.rows] == microbatch.rows + 1
+            assert leaves.sum() == 1 and microbatch.num_prefix == 0, "over the budget without need"
+        if config.max_graph_tokens is not None:
+            assert self.peak_graph_tokens <= config.max_graph_tokens, "too many graphs alive"
+        if config.max_handoff_bytes is not None:
+            assert self.peak_handoff_bytes <= config.max_handoff_bytes, "too many bytes handed over"
+        assert config.sharing != "never" or (self.tree.occurrence_counts == 1).all(), "shared although told not to"
 
     def to_json(self) -> str:
         """The schedule as versioned JSON: the shape of its forest, limits, microbatches and ops."""
-        from harts_hf.planner.serialization import schedule_to_json
-
-        return schedule_to_json(self)
+        return serialization.to_json(
+            tree=self.tree,
+            microbatches=self.microbatches,
+            config=self.config,
+            execution=self.execution,
+            rank_ops=self.rank_ops,
+            decision=self.decision,
+        )
 
     @classmethod
     def from_json(cls, text: str, tree: RolloutTree | None = None) -> "Schedule":
@@ -203,11 +234,10 @@ class Schedule:
             tree: the forest, to have its tokens too; None rebuilds its shape.
 
         Raises:
-            ValueError: another format or version, or a tree of another shape.
+            ValueError: text that is no JSON; another format or version; a missing or unknown key; a value of another
+                type or outside its range; a tree of another shape.
         """
-        from harts_hf.planner.serialization import schedule_from_json
-
-        return schedule_from_json(text, tree)
+        return cls(**serialization.from_json(text, tree))
 
     def __str__(self) -> str:
         tree, config = self.tree, self.config

@@ -5,17 +5,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harts_hf.planner.accounting import ChunkEnds, Exports, measure
-from harts_hf.planner.assemble import assemble
-from harts_hf.planner.config import PlannerConfig
-from harts_hf.planner.cost import Coefficients, CostModel
-from harts_hf.planner.cuts import Piece, PieceLimits, cut_evenly, cut_greedily, cut_whole_paths
-from harts_hf.planner.execution import Op, graph_tokens, interleave
-from harts_hf.planner.memory import handed_bytes
+from harts_hf.planner.accounting import Accounts, ChunkEnds
+from harts_hf.planner.config import Execution, PlannerConfig
+from harts_hf.planner.cost import CostModel, UnitSeconds
+from harts_hf.planner.cuts import Piece, PieceLimits, assemble, cut_evenly, cut_greedily, cut_whole_paths
+from harts_hf.planner.execution import Op, interleave
+from harts_hf.planner.memory import graph_tokens, handed_bytes
 from harts_hf.planner.microbatch import Microbatch
 from harts_hf.planner.orders import LimitError, join_needs, order_ops
 from harts_hf.planner.schedule import Schedule
-from harts_hf.planner.traversal import CutTable, Traversal
+from harts_hf.planner.walk import CutTable, Walk
 from harts_hf.tree import RolloutTree
 
 EXTRA_PIECES = 3
@@ -32,21 +31,21 @@ class Task:
     tree: RolloutTree
     config: PlannerConfig
     cost: CostModel
-    execution: str
-    step: Coefficients
+    execution: Execution
+    seconds_per: UnitSeconds
     ends: ChunkEnds
 
     @classmethod
     def of(cls, tree: RolloutTree, config: PlannerConfig) -> "Task":
         """Of a forest and a configuration."""
         cost = config.cost or CostModel()
-        execution = "replay" if config.execution == "auto" else config.execution
+        execution: Execution = "replay" if config.execution == "auto" else config.execution
         return cls(
             tree=tree,
             config=config,
             cost=cost,
             execution=execution,
-            step=cost.step(forwards=2 if execution == "replay" else 1),
+            seconds_per=cost.step(forwards=2 if execution == "replay" else 1),
             ends=ChunkEnds(tree, config.chunk_size),
         )
 
@@ -56,13 +55,17 @@ class Task:
         return min(self.config.max_tokens_per_microbatch, self.config.max_graph_tokens or 2**62)
 
 
-def cuts_to_try(task: Task, walks: Sequence[Traversal], bound: float = np.inf) -> Iterator[tuple[float, Cuts]]:
+def cuts_to_try(task: Task, walks: Sequence[Walk], bound: float = np.inf) -> Iterator[tuple[float, Cuts]]:
     """Pieces of every rank, several to try, each with a rough estimate of the step's seconds below ``bound``.
 
     The rough estimate leaves out handed bytes and further sequential calls, so it errs on the low side.
     """
-    config, step = task.config, task.step
-    tables = [CutTable.build(walk, chunk_size=config.chunk_size, step=step) for walk in walks]
+    config, seconds_per = task.config, task.seconds_per
+    tables = [CutTable.build(walk, chunk_size=config.chunk_size, seconds_per=seconds_per) for walk in walks]
+
+    def cut(limits: PieceLimits) -> Cuts:
+        return [cut_greedily(table, limits, chunk_size=config.chunk_size, seconds_per=seconds_per) for table in tables]
+
     if not config.handoff:
         limits = PieceLimits(rows=task.max_rows, linear_rows=config.max_linear_rows)
         cuts = [
@@ -75,17 +78,17 @@ def cuts_to_try(task: Task, walks: Sequence[Traversal], bound: float = np.inf) -
         return
     for recompute_below in _recompute_choices(task, tables):
         limits = PieceLimits(rows=task.max_rows, linear_rows=config.max_linear_rows, recompute_below=recompute_below)
-        greedy = [cut_greedily(table, limits, chunk_size=config.chunk_size, step=step) for table in tables]
+        greedy = cut(limits)
         choices = [(limits, greedy)]
         if max(map(len, greedy)) <= FEW_PIECES:  # where a piece saved is worth an unfinished chunk
             ragged = replace(limits, aligned=False)
-            fewer = [cut_greedily(table, ragged, chunk_size=config.chunk_size, step=step) for table in tables]
+            fewer = cut(ragged)
             if max(map(len, fewer)) < max(map(len, greedy)):
                 choices.append((ragged, fewer))
         limits_graphs = task.execution == "nested" and config.max_graph_tokens is not None
         if limits_graphs or config.max_handoff_bytes is not None:
             closing = replace(limits, closing=True)
-            apart = [cut_greedily(table, closing, chunk_size=config.chunk_size, step=step) for table in tables]
+            apart = cut(closing)
             if apart != greedy:
                 choices.append((closing, apart))
             if limits_graphs and max(map(len, apart)) > MANY_PIECES:  # rough estimates do not see graphs dropped
@@ -106,9 +109,9 @@ def _evened(
     longest = max(float(table.seconds[-1]) for table in tables)
     found = []
     for count in range(fewest, fewest + EXTRA_PIECES):
-        if longest + count * (task.step.microbatches + task.step.calls) >= bound:
+        if longest + count * (task.seconds_per.microbatches + task.seconds_per.calls) >= bound:
             break
-        even = cut_evenly(tables, limits, count, chunk_size=task.config.chunk_size, step=task.step)
+        even = cut_evenly(tables, limits, count, chunk_size=task.config.chunk_size, seconds_per=task.seconds_per)
         if even is not None:
             found.append((_rough_seconds(task, tables, even), count, even))
     seconds, _, best = min(found, key=lambda trial: trial[:2], default=(np.inf, 0, greedy))
@@ -119,8 +122,8 @@ def _recompute_choices(task: Task, tables: Sequence[CutTable]) -> list[int]:
     """Lengths below which a prefix is computed again on its rank: never, or where that is faster than reading it."""
     if task.config.sharing == "always":
         return [0]
-    row_seconds = task.step.rows + task.step.linear_rows
-    state_seconds = task.step.handoff_bytes * task.cost.handoff_bytes_per_state
+    row_seconds = task.seconds_per.rows + task.seconds_per.linear_rows
+    state_seconds = task.seconds_per.handoff_bytes * task.cost.handoff_bytes_per_state
     below = int(state_seconds / row_seconds) if row_seconds > 0 else 0
     inner = [table.above[1:-1] for table in tables if len(table.above) > 2]
     shallow = min((int(above[above > 0].min(initial=2**62)) for above in inner), default=2**62)
@@ -132,12 +135,12 @@ def _rough_seconds(task: Task, tables: Sequence[CutTable], cuts: Cuts) -> float:
     slots = np.zeros((len(tables), max(len(pieces) for pieces in cuts)))
     for rank, (table, pieces) in enumerate(zip(tables, cuts, strict=True)):
         if pieces:
-            bounds = np.searchsorted(table.place, [piece.start for piece in pieces] + [pieces[-1].stop])
-            slots[rank, : len(pieces)] = np.diff(table.seconds[np.minimum(bounds, len(table.place) - 1)])
-    return float(slots.max(axis=0).sum()) + slots.shape[1] * (task.step.microbatches + task.step.calls)
+            bounds = np.searchsorted(table.position, [piece.start for piece in pieces] + [pieces[-1].stop])
+            slots[rank, : len(pieces)] = np.diff(table.seconds[np.minimum(bounds, len(table.position) - 1)])
+    return float(slots.max(axis=0).sum()) + slots.shape[1] * (task.seconds_per.microbatches + task.seconds_per.calls)
 
 
-def build_schedule(task: Task, walks: Sequence[Traversal], cuts: Cuts) -> Schedule:
+def build_schedule(task: Task, walks: Sequence[Walk], cuts: Cuts) -> Schedule:
     """The schedule of given pieces, with an order within the limits.
 
     Raises:
@@ -145,43 +148,33 @@ def build_schedule(task: Task, walks: Sequence[Traversal], cuts: Cuts) -> Schedu
     """
     config = task.config
     microbatches = assemble(walks, cuts)
-    measures = [measure(task.ends, microbatch, task.cost) for microbatch in microbatches]
-    exports = Exports(microbatches, measures, task.cost)
+    accounts = Accounts.of(task.ends, microbatches, task.cost)
     by_rank: list[list[Microbatch]] = [[] for _ in walks]
     for microbatch in microbatches:
         by_rank[microbatch.rank].append(microbatch)
     rank_ops, failures = [], []
     for own in by_rank:
         try:
-            ops = order_ops(
-                own,
-                microbatches,
-                exports.of,
-                execution=task.execution,
-                config=config,
-            )
+            ops = order_ops(own, microbatches, accounts.handed, execution=task.execution, config=config)
             rank_ops.append(tuple(ops))
         except LimitError as error:
             failures.append(error)
     if failures:  # what works has to work on every rank
         raise LimitError(join_needs(failure.needed for failure in failures), config)
     if task.execution == "nested" and len(walks) > 1:
-        rank_ops = _interleaved(config, rank_ops, microbatches, exports)
-    schedule = Schedule(
+        rank_ops = _interleaved(config, rank_ops, microbatches, accounts)
+    return Schedule(
         tree=task.tree,
         microbatches=tuple(microbatches),
         config=config,
         execution=task.execution,
         rank_ops=tuple(rank_ops),
+        accounts=accounts,
     )
-    # They are what the schedule would compute itself on first use.
-    schedule.__dict__["measures"] = measures
-    schedule.__dict__["exports"] = exports
-    return schedule
 
 
 def _interleaved(
-    config: PlannerConfig, rank_ops: list[tuple[Op, ...]], microbatches: list[Microbatch], exports: Exports
+    config: PlannerConfig, rank_ops: list[tuple[Op, ...]], microbatches: list[Microbatch], accounts: Accounts
 ) -> list[tuple[Op, ...]]:
     """Nested words that fit one another better, if they keep the limits and no rank holds more than one did before."""
     peak = max(max(graph_tokens(ops, microbatches), default=0) for ops in rank_ops)
@@ -189,6 +182,6 @@ def _interleaved(
     words = [tuple(ops) for ops in interleave(rank_ops, rows, config.max_graph_tokens or peak)]
     if config.max_handoff_bytes is not None:
         for ops in words:
-            if handed_bytes(ops, microbatches, exports.of).max(initial=0) > config.max_handoff_bytes:
+            if handed_bytes(ops, microbatches, accounts.handed).max(initial=0) > config.max_handoff_bytes:
                 return rank_ops
     return words

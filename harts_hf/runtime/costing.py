@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from harts_hf.forest import random_tokens
 from harts_hf.modeling import handed_sizes, patch, vocab_size_of, with_handed_bytes
-from harts_hf.planner import CostModel, PlannerConfig, Work, fit_coefficients
+from harts_hf.planner import CostModel, PlannerConfig, Work, fit_unit_seconds
 from harts_hf.runtime.run import WindowRun
 from harts_hf.runtime.values import TreeValues
 from harts_hf.runtime.window import TreeWindow
-from harts_hf.tree import IntArray, RolloutTree
+from harts_hf.tree import RolloutTree
 
 MIN_ROWS = 256
 
@@ -64,8 +65,8 @@ def fit_cost_model(
     model.zero_grad(set_to_none=True)
     return replace(
         cost,
-        forward=fit_coefficients(*zip(*forwards, strict=True)),
-        backward=fit_coefficients(*zip(*backwards, strict=True)),
+        forward=fit_unit_seconds(*zip(*forwards, strict=True)),
+        backward=fit_unit_seconds(*zip(*backwards, strict=True)),
         source=source,
     )
 
@@ -120,21 +121,10 @@ class _Runner:
     def window(self, shape: Shape, rows: int, cost: CostModel) -> TreeWindow:
         """A window of a shape, planned with handoff and every row computed once."""
         tree = RolloutTree.from_shape(*shape)
-        tokens = self._tokens(tree)
+        tokens = random_tokens(tree, self.vocab_size, self.rng)
         planner = PlannerConfig(max_tokens_per_microbatch=rows, sharing="always", execution="replay", cost=cost)
         trajectories = [tokens[tree.path(index)] for index in range(tree.num_trajectories)]
         return TreeWindow(trajectories, planner).to(self.device)
-
-    def _tokens(self, tree: RolloutTree) -> IntArray:
-        """Random tokens; siblings begin with different ones."""
-        tokens = self.rng.integers(0, self.vocab_size, tree.num_tokens)
-        order = np.argsort(tree.parent, kind="stable")
-        above = tree.parent[order]
-        siblings = np.diff(np.append(np.flatnonzero(np.append(True, above[1:] != above[:-1])), len(order)))
-        eldest = np.repeat(order[np.cumsum(siblings) - siblings], siblings)
-        nth = np.arange(len(order)) - np.repeat(np.cumsum(siblings) - siblings, siblings)
-        tokens[order] = (tokens[eldest] + nth) % self.vocab_size
-        return tokens
 
     def times(self, window: TreeWindow, repeats: int) -> dict[tuple[str, int], float]:
         """The fastest time of every op of a window in ``repeats`` runs after a first."""

@@ -3,9 +3,13 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from harts_hf.batch import Kind, TreeBatch
 from harts_hf.modeling.handoff import HandoffError
-from harts_hf.planner.execution import DUMMY, Op
+from harts_hf.planner.execution import Op
+from harts_hf.planner.lives import value_lives
+from harts_hf.tree import IntArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,37 +26,20 @@ class Lives:
 
 
 def handoff_lives(ops: Sequence[Op], batches: Sequence[TreeBatch]) -> Lives:
-    """Lives of the values of every trunk.
-
-    A forward of a trunk (``S`` or ``F``) makes its values. They live until the last op of a dependent before the
-    trunk's next forward; that may be a ``B``, since activation checkpointing reads them again there. A forward that
-    nobody reads keeps nothing.
+    """Lives of the values of every trunk, as :func:`harts_hf.planner.lives.value_lives` has them.
 
     Raises:
         HandoffError: an op that reads the values of a trunk before any forward of it.
     """
     keeps = [False] * len(ops)
     drops: list[list[int]] = [[] for _ in ops]
-    made: dict[int, int] = {}
-    read: dict[int, int] = {}
-
-    def close(trunk: int) -> None:
-        if trunk in read:
-            keeps[made[trunk]] = True
-            drops[read.pop(trunk)].append(trunk)
-
-    for place, (kind, index) in enumerate(ops):
-        if index == DUMMY:
-            continue
-        for trunk in _trunks_of(batches[index]):
-            if trunk not in made:
-                raise HandoffError(f"microbatch {index} reads states of microbatch {trunk} before any forward of it")
-            read[trunk] = place
-        if kind in "SF":
-            close(index)
-            made[index] = place
-    for trunk in list(read):
-        close(trunk)
+    try:
+        lives = value_lives(ops, [_trunks_of(batch) for batch in batches])
+    except ValueError as error:
+        raise HandoffError(str(error)) from None
+    for trunk, first, last in lives:
+        keeps[first] = True
+        drops[last].append(trunk)
     return Lives(keeps=tuple(keeps), drops=tuple(map(tuple, drops)))
 
 
@@ -66,5 +53,5 @@ def count_readers(batches: Iterable[TreeBatch]) -> dict[tuple[int, Kind], int]:
     return counts
 
 
-def _trunks_of(batch: TreeBatch) -> set[int]:
-    return {trunk for table in batch.imports.values() for trunk in table.trunks}
+def _trunks_of(batch: TreeBatch) -> IntArray:
+    return np.array(sorted({trunk for table in batch.imports.values() for trunk in table.trunks}), np.int64)

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 
 from harts_hf.errors import HartsWarning
 from harts_hf.planner import LimitError, PlannerConfig
+from harts_hf.planner.config import Execution
 from harts_hf.runtime.window import TreeWindow
 
 
@@ -52,5 +53,5 @@ class WindowPlanner:
         limits: dict[str, Any] = {}
         if can_skip_scoring and self.config.max_graph_tokens is None:
             limits["max_graph_tokens"] = 2 * self.config.max_tokens_per_microbatch
-        execution = "nested" if can_skip_scoring else "replay"
+        execution: Execution = "nested" if can_skip_scoring else "replay"
         return replace(self, config=replace(self.config, execution=execution, **limits))

@@ -1,11 +1,13 @@
 """Configurations: TRL's, with the tree options as flat fields, so that YAML and the command line reach them."""
 
 from dataclasses import dataclass, field
+from typing import cast
 
 from trl import GRPOConfig, RLOOConfig
 from trl.experimental.gmpo import GMPOConfig
 
 from harts_hf.planner import CostModel, PlannerConfig
+from harts_hf.planner.config import ExecutionChoice, Sharing
 
 CREDITS = ("trajectory", "turn")
 LATENTS = ("compressed", "expanded")
@@ -114,8 +116,8 @@ class TreeOptions:
             max_tokens_per_microbatch=self.tree_max_tokens_per_microbatch,
             max_graph_tokens=self.tree_max_graph_tokens,
             max_handoff_bytes=self.tree_max_handoff_bytes,
-            sharing=self.tree_sharing,
-            execution=self.tree_execution,
+            sharing=cast(Sharing, self.tree_sharing),
+            execution=cast(ExecutionChoice, self.tree_execution),
             cost=None if self.tree_cost is None else CostModel.load(self.tree_cost),
         )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harts_hf.forest import random_tokens
 from harts_hf.tree import IntArray, RolloutTree
 
 # Trajectories that are taken of a group that does not fit whole.
@@ -35,7 +36,7 @@ def sample_trajectories(trees: Sequence[RolloutTree], *, max_tokens: int, vocab_
     first branch between them (positions then count from the window's start).
 
     Args:
-        trees: a tree a group; without token ids they are filled by :func:`random_tokens`.
+        trees: a tree a group; without token ids they are filled by :func:`harts_hf.forest.random_tokens`.
         max_tokens: expanded tokens, at least 2.
         vocab_size: of the model.
         seed: of the draws; the same arguments give the same sample.
@@ -70,24 +71,6 @@ def sample_trajectories(trees: Sequence[RolloutTree], *, max_tokens: int, vocab_
         is_cut=not whole,
         is_filled=not chosen[0].has_token_ids,
     )
-
-
-def random_tokens(tree: RolloutTree, vocab_size: int, rng: np.random.Generator) -> IntArray:
-    """``[N]`` random token ids for a tree without any; siblings begin with different ones.
-
-    Raises:
-        ValueError: more siblings than the vocabulary has tokens.
-    """
-    order = np.argsort(tree.parent, kind="stable")
-    above = tree.parent[order]
-    first = np.flatnonzero(np.diff(above, prepend=-2))
-    sizes = np.diff(first, append=len(order))
-    if sizes.max() > vocab_size:
-        raise ValueError(f"expected at most {vocab_size} siblings (the vocabulary size), got {sizes.max()}")
-    start = rng.integers(0, vocab_size, len(first))
-    tokens = np.empty(tree.num_tokens, np.int64)
-    tokens[order] = (np.repeat(start, sizes) + np.arange(len(order)) - np.repeat(first, sizes)) % vocab_size
-    return tokens
 
 
 def _part(tree: RolloutTree, max_tokens: int, rng: np.random.Generator) -> list[IntArray]:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from harts_hf import PlannerConfig, RolloutTree, plan_window
 from harts_hf.planner.cuts import PieceLimits, cut_greedily
-from harts_hf.planner.traversal import CutTable, Traversal
 from harts_hf.planner.trials import Task
+from harts_hf.planner.walk import CutTable, Walk
 
 
 def histories(prompts: int, turns: int = 8, seed: int = 1) -> RolloutTree:
@@ -58,9 +58,9 @@ def test_no_piece_ties_subtrees(seed, budget):
         rows.append(np.concatenate([base[: rng.integers(len(base) + 1)], rng.integers(2, 50, rng.integers(1, 90))]))
     tree = RolloutTree.from_trajectories(rows)
     task = Task.of(tree, PlannerConfig(max_tokens_per_microbatch=budget))
-    table = CutTable.build(Traversal.of_tree(tree), chunk_size=64, step=task.step)
+    table = CutTable.build(Walk.of_tree(tree), chunk_size=64, seconds_per=task.seconds_per)
     limits = PieceLimits(rows=budget, closing=True)
-    pieces = cut_greedily(table, limits, chunk_size=64, step=task.step)
+    pieces = cut_greedily(table, limits, chunk_size=64, seconds_per=task.seconds_per)
     assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
     assert pieces[-1].stop == tree.num_tokens and max(piece.num_rows for piece in pieces) <= budget
     piece_of = np.repeat(np.arange(len(pieces)), [piece.num_rows for piece in pieces])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from exhaustive_plans import fastest_by_search, random_forest
 
-from harts_hf.planner import CostModel, PlannerConfig, Work, fit_coefficients, no_sharing_bound, plan_window
-from harts_hf.planner.cost import FEATURES, Coefficients
+from harts_hf.planner import CostModel, PlannerConfig, Work, fit_unit_seconds, no_sharing_bound, plan_window
+from harts_hf.planner.cost import FEATURES, UnitSeconds
 from harts_hf.tree import RolloutTree
 
 
@@ -65,12 +65,12 @@ def test_fit_finds_the_coefficients():
     """From exact times the coefficients come back; with 2 % noise the times are explained within that."""
     rng = np.random.default_rng(0)
     works, truth = random_works(rng, 60), CostModel().backward
-    exact = fit_coefficients(works, [truth.seconds(work) for work in works])
+    exact = fit_unit_seconds(works, [truth.seconds(work) for work in works])
     for name in FEATURES:
         # Condition of the scaled table is about 30; double rounding leaves far less than 1e-9.
         assert getattr(exact, name) == pytest.approx(getattr(truth, name), rel=1e-6)
     noisy = [truth.seconds(work) * float(rng.normal(1, 0.02)) for work in works]
-    fitted = fit_coefficients(works, noisy)
+    fitted = fit_unit_seconds(works, noisy)
     errors = [abs(fitted.seconds(work) / truth.seconds(work) - 1) for work in works]
     assert max(errors) < 0.04  # twice the noise: 60 measurements, 6 coefficients
 
@@ -79,7 +79,7 @@ def test_fit_is_never_negative():
     """Times that fall with the rows leave a coefficient at 0, not below."""
     rng = np.random.default_rng(1)
     works = random_works(rng, 30)
-    fitted = fit_coefficients(works, [1.0 / work.rows + 1e-9 * work.pairs for work in works])
+    fitted = fit_unit_seconds(works, [1.0 / work.rows + 1e-9 * work.pairs for work in works])
     assert min(getattr(fitted, name) for name in FEATURES) >= 0 and fitted.rows == 0
 
 
@@ -90,7 +90,7 @@ def test_bad_measurements(count, seconds, message):
     """Too few works, times that are not positive."""
     works = random_works(np.random.default_rng(0), count)
     with pytest.raises(ValueError, match=message):
-        fit_coefficients(works, [seconds] * count)
+        fit_unit_seconds(works, [seconds] * count)
 
 
 def shared_prefix(prefix, suffixes):
@@ -115,7 +115,7 @@ def test_auto_is_never_slower_than_no_sharing(suffix, world_size):
 
 def test_auto_does_not_share_where_calls_are_dear():
     """With a second sequential call dearer than a short prefix, the prefix is computed twice, and that is said."""
-    forward = Coefficients(rows=1e-6, linear_rows=0, pairs=0, calls=1.0, handoff_bytes=0, microbatches=0)
+    forward = UnitSeconds(rows=1e-6, linear_rows=0, pairs=0, calls=1.0, handoff_bytes=0, microbatches=0)
     cost = CostModel(forward=forward, backward=forward)
     tree = shared_prefix(64, [128, 128])
     schedule = plan_window(tree, PlannerConfig(cost=cost))

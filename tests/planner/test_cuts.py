@@ -10,7 +10,8 @@ from strategies import shapes
 
 from harts_hf.planner import CostModel, PlannerConfig, build_chunk_tree, plan_window
 from harts_hf.planner.cuts import PieceLimits, cut_evenly, cut_greedily, cut_whole_paths
-from harts_hf.planner.traversal import CutTable, Traversal, merge_spans
+from harts_hf.planner.spans import merge_spans
+from harts_hf.planner.walk import CutTable, Walk
 from harts_hf.tree import RolloutTree
 
 STEP = CostModel().step()
@@ -19,7 +20,7 @@ STEP = CostModel().step()
 def walk_of(shape, deepest="last"):
     """A tree and a walk over it."""
     tree = RolloutTree.from_shape(*shape)
-    return tree, Traversal.of_tree(tree).reordered(deepest=deepest)
+    return tree, Walk.of_tree(tree).reordered(deepest=deepest)
 
 
 @given(shapes(), st.sampled_from(["first", "last"]), st.sampled_from([1, 2, 4]))
@@ -33,9 +34,9 @@ def test_walk_and_cut_table(shape, deepest, size):
     place = np.argsort(rows)
     inner = tree.parent >= 0
     assert (place[tree.parent[inner]] < place[inner]).all()
-    table = CutTable.build(walk, chunk_size=size, step=STEP)
-    assert table.place[0] == 0 and table.place[-1] == tree.num_tokens
-    for cut, stop in enumerate(table.place.tolist()):
+    table = CutTable.build(walk, chunk_size=size, seconds_per=STEP)
+    assert table.position[0] == 0 and table.position[-1] == tree.num_tokens
+    for cut, stop in enumerate(table.position.tolist()):
         before = np.sort(rows[:stop])
         assert table.pairs[cut] == (tree.depth[before] + 1).sum()
         number = np.full(tree.num_tokens + 1, -1)
@@ -44,7 +45,7 @@ def test_walk_and_cut_table(shape, deepest, size):
         assert table.linear[cut] + table.partial[cut] == chunks.linear_rows
         if stop < tree.num_tokens:
             assert table.above[cut] == tree.depth[rows[stop]]
-            path = [row for run in walk.path_above(stop) for row in rows[slice(*run)].tolist()]
+            path = [row for run in next(walk.paths_above([stop])) for row in rows[slice(*run)].tolist()]
             assert sorted(path) == tree.path_to(int(rows[stop]))[:-1].tolist()
 
 
@@ -52,13 +53,13 @@ def test_walk_and_cut_table(shape, deepest, size):
 def test_greedy_pieces_keep_limits(shape, max_rows, max_linear):
     """Pieces cover the walk, hold at most the limits, and none could take the next cut as well (when not aligned)."""
     _, walk = walk_of(shape)
-    table = CutTable.build(walk, chunk_size=4, step=STEP)
+    table = CutTable.build(walk, chunk_size=4, seconds_per=STEP)
     limits = PieceLimits(rows=max_rows, linear_rows=max_linear, aligned=False)
-    pieces = cut_greedily(table, limits, chunk_size=4, step=STEP)
+    pieces = cut_greedily(table, limits, chunk_size=4, seconds_per=STEP)
     assert pieces[0].start == 0 and pieces[-1].stop == walk.num_rows
     assert all(a.stop == b.start for a, b in pairwise(pieces))
     linear = (table.linear + table.partial).tolist()
-    place = table.place.tolist()
+    place = table.position.tolist()
 
     def fits(start, stop):
         rows = place[stop] - place[start]
@@ -74,31 +75,31 @@ def test_greedy_pieces_keep_limits(shape, max_rows, max_linear):
 def test_aligned_cuts_leave_no_chunk_unfinished(shape):
     """Where a chunk boundary or a leaf's end lies within a chunk before the limit, the cut goes there."""
     _, walk = walk_of(shape)
-    table = CutTable.build(walk, chunk_size=4, step=STEP)
-    for piece in cut_greedily(table, PieceLimits(rows=12), chunk_size=4, step=STEP):
-        cut = table.place.tolist().index(piece.stop)
+    table = CutTable.build(walk, chunk_size=4, seconds_per=STEP)
+    for piece in cut_greedily(table, PieceLimits(rows=12), chunk_size=4, seconds_per=STEP):
+        cut = table.position.tolist().index(piece.stop)
         if table.partial[cut]:
-            earlier = (table.place < piece.stop) & (table.place > piece.start) & (table.partial == 0)
-            assert not (earlier & (table.place >= piece.stop - 4)).any()
+            earlier = (table.position < piece.stop) & (table.position > piece.start) & (table.partial == 0)
+            assert not (earlier & (table.position >= piece.stop - 4)).any()
             # Nothing better was near, so nothing is given away: the next cut would break the limit.
-            assert table.place[cut + 1] - piece.start > 12
+            assert table.position[cut + 1] - piece.start > 12
 
 
 @given(st.lists(shapes(), min_size=1, max_size=3), st.integers(0, 3))
 def test_even_pieces_are_no_slower_than_greedy_ones(all_shapes, extra):
     """With as many pieces as the greedy cut, or more, the slowest piece is not slower."""
-    tables = [CutTable.build(walk_of(shape)[1], chunk_size=4, step=STEP) for shape in all_shapes]
+    tables = [CutTable.build(walk_of(shape)[1], chunk_size=4, seconds_per=STEP) for shape in all_shapes]
     limits = PieceLimits(rows=16)
-    greedy = [cut_greedily(table, limits, chunk_size=4, step=STEP) for table in tables]
+    greedy = [cut_greedily(table, limits, chunk_size=4, seconds_per=STEP) for table in tables]
     count = max(map(len, greedy)) + extra
-    even = cut_evenly(tables, limits, count, chunk_size=4, step=STEP)
+    even = cut_evenly(tables, limits, count, chunk_size=4, seconds_per=STEP)
     assert all(len(pieces) <= count for pieces in even)
-    assert cut_evenly(tables, limits, max(map(len, greedy)) - 1, chunk_size=4, step=STEP) is None
+    assert cut_evenly(tables, limits, max(map(len, greedy)) - 1, chunk_size=4, seconds_per=STEP) is None
 
     def slowest(cuts):
         return max(
-            table.seconds[table.place.tolist().index(piece.stop)]
-            - table.seconds[table.place.tolist().index(piece.start)]
+            table.seconds[table.position.tolist().index(piece.stop)]
+            - table.seconds[table.position.tolist().index(piece.start)]
             for table, pieces in zip(tables, cuts, strict=True)
             for piece in pieces
         )
@@ -108,7 +109,7 @@ def test_even_pieces_are_no_slower_than_greedy_ones(all_shapes, extra):
 
 def whole_paths(walk, **limits):
     """Pieces of whole paths at chunks of 4."""
-    table = CutTable.build(walk, chunk_size=4, step=STEP)
+    table = CutTable.build(walk, chunk_size=4, seconds_per=STEP)
     return cut_whole_paths(walk, table, PieceLimits(**limits), chunk_size=4)
 
 
@@ -151,9 +152,9 @@ def test_cut_that_cannot_be_aligned_gives_nothing_away():
     """Two rows of time and no boundary within them: the piece takes both rows."""
     # A root of one row, below it a segment of one row that branches: cuts after one and two rows are unaligned.
     _, walk = walk_of(([-1, 0, 0, 1, 1], [1, 1, 9, 1, 2], [2, 3, 4]))
-    table = CutTable.build(walk, chunk_size=4, step=STEP)
-    assert table.place[:4].tolist() == [0, 1, 2, 3] and table.partial[:4].tolist() == [0, 1, 2, 0]
-    pieces = cut_greedily(table, PieceLimits(rows=12), chunk_size=4, step=STEP, seconds=float(table.seconds[2]))
+    table = CutTable.build(walk, chunk_size=4, seconds_per=STEP)
+    assert table.position[:4].tolist() == [0, 1, 2, 3] and table.partial[:4].tolist() == [0, 1, 2, 0]
+    pieces = cut_greedily(table, PieceLimits(rows=12), chunk_size=4, seconds_per=STEP, seconds=float(table.seconds[2]))
     assert pieces[0].stop == 2
 
 

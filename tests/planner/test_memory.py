@@ -49,7 +49,7 @@ def test_nested_by_hand():
 def test_bytes_count_values_and_gradients_while_they_live():
     """8 rows of 1 + 2 bytes and a state of 10 + 10: values alone, then both, then gradients alone."""
     schedule = plan("replay")
-    alive = handed_bytes(schedule.ops(), schedule.microbatches, schedule.exports.of)
+    alive = handed_bytes(schedule.ops(), schedule.microbatches, schedule.handed)
     assert alive.tolist() == schedule.memory_counts().handed_bytes.tolist() == [18] * 4 + [44] * 3 + [26] * 2
     assert schedule.peak_handoff_bytes == 44
 
@@ -104,7 +104,7 @@ def test_counts_equal_brute_force(shape, budget, execution, limit, world_size):
     except ValueError as error:
         assert "max_handoff_bytes" in str(error)
         return
-    microbatches, exports = schedule.microbatches, schedule.exports.of
+    microbatches, exports = schedule.microbatches, schedule.handed
     peaks = []
     for rank in range(world_size):
         counts, ops = schedule.memory_counts(rank), schedule.ops(rank, dummies=False)

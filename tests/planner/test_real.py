@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from shared_data import SHAPE_NAMES, shape_trees
 
+from harts_hf.forest import concatenate_trees
 from harts_hf.planner import PlannerConfig, plan_window
-from harts_hf.planner.forest import concatenate_trees
 
 SMALL = ("lats_webshop", "vmcts_dafny_bst", "anyswe_a", "nemo_qwen3think_b_drop")
 

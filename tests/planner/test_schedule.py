@@ -14,7 +14,7 @@ from shared_data import shape_trees
 from strategies import shapes
 
 from harts_hf.planner import CostModel, Microbatch, PlannerConfig, Schedule, decompose_chains, plan_window
-from harts_hf.planner.microbatch import rows_of_spans
+from harts_hf.planner.spans import rows_of_spans
 from harts_hf.tree import RolloutTree
 
 CHUNK = 4

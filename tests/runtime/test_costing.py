@@ -7,6 +7,7 @@ import pytest
 from support.models import tiny_model
 
 from harts_hf.cli.main import main
+from harts_hf.forest import random_tokens
 from harts_hf.planner import CostModel, PlannerConfig, plan_window
 from harts_hf.planner.cost import FEATURES
 from harts_hf.runtime import costing
@@ -43,7 +44,7 @@ def test_fit_on_a_tiny_model(tmp_path, monkeypatch):
 def test_shapes_are_legal(shape):
     """Windows of the fit are trees, and random tokens keep their siblings apart."""
     tree = RolloutTree.from_shape(*shape)
-    tokens = costing._Runner(tiny_model("qwen3_5_text"), np.random.default_rng(0))._tokens(tree)
+    tokens = random_tokens(tree, 64, np.random.default_rng(0))
     again = RolloutTree.from_trajectories([tokens[tree.path(index)] for index in range(tree.num_trajectories)])
     assert again.num_tokens == tree.num_tokens
 

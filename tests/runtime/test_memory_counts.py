@@ -8,7 +8,7 @@ from support.trees import branching, random_trajectories
 
 from harts_hf import PlannerConfig, RolloutTree, patch
 from harts_hf.modeling import LABEL_VALUES
-from harts_hf.planner.memory import gradient_lives, value_lives
+from harts_hf.planner.lives import gradient_lives, value_lives
 from harts_hf.runtime import TreeValues, TreeWindow, WindowRun
 
 
@@ -27,8 +27,9 @@ def planned(lives, place, sizes):
 def check(run, window):
     """Runs the schedule and compares after every op."""
     schedule = window.schedule
-    ops, exports = schedule.ops(dummies=False), schedule.exports.of
-    values, gradients = value_lives(ops, schedule.microbatches), gradient_lives(ops, schedule.microbatches)
+    ops, exports = schedule.ops(dummies=False), schedule.handed
+    trunks = [microbatch.trunk_ids for microbatch in schedule.microbatches]
+    values, gradients = value_lives(ops, trunks), gradient_lives(ops, trunks)
     rows = {trunk: export.rows for trunk, export in exports.items()}
     states = {trunk: export.states for trunk, export in exports.items()}
     seen = []

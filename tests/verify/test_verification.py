@@ -12,10 +12,11 @@ from support.oracle import float64_everywhere
 from support.trees import branching, random_trajectories
 
 from harts_hf import RolloutTree
+from harts_hf.forest import random_tokens
 from harts_hf.modeling.families import family_of
 from harts_hf.verify.kinds import parameter_kinds
 from harts_hf.verify.measuring import measure_expanded
-from harts_hf.verify.sampling import random_tokens, sample_trajectories
+from harts_hf.verify.sampling import sample_trajectories
 from harts_hf.verify.verdict import AGAIN, BATCHED, EXPANDED, JUDGED, ORACLE, TREE, judge
 from harts_hf.verify.verification import verify
 

@@ -1,4 +1,4 @@
-"""The forest that a plan is made for: several trees as one, and a tree with nothing shared (NumPy only)."""
+"""Trees made of trees: several as one, one with nothing shared, and tokens for a shape (NumPy only)."""
 
 from collections.abc import Sequence
 
@@ -51,3 +51,21 @@ def expand_tree(tree: RolloutTree) -> RolloutTree:
 
 def _expanded_tokens(tree: RolloutTree) -> IntArray:
     return np.concatenate([tree.token_ids[tree.path(index)] for index in range(tree.num_trajectories)])
+
+
+def random_tokens(tree: RolloutTree, vocab_size: int, rng: np.random.Generator) -> IntArray:
+    """``[N]`` random token ids for a tree without any; siblings begin with different ones.
+
+    Raises:
+        ValueError: more siblings than the vocabulary has tokens.
+    """
+    order = np.argsort(tree.parent, kind="stable")
+    above = tree.parent[order]
+    first = np.flatnonzero(np.diff(above, prepend=-2))
+    sizes = np.diff(first, append=len(order))
+    if sizes.max() > vocab_size:
+        raise ValueError(f"expected at most {vocab_size} siblings (the vocabulary size), got {sizes.max()}")
+    start = rng.integers(0, vocab_size, len(first))
+    tokens = np.empty(tree.num_tokens, np.int64)
+    tokens[order] = (np.repeat(start, sizes) + np.arange(len(order)) - np.repeat(first, sizes)) % vocab_size
+    return tokens

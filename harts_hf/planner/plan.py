@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harts_hf.planner.config import PlannerConfig
-from harts_hf.planner.cost import CostModel
-from harts_hf.planner.forest import concatenate_trees, expand_tree
+from harts_hf.forest import concatenate_trees, expand_tree
+from harts_hf.planner.config import Execution, PlannerConfig
+from harts_hf.planner.cost import CostModel, causal_pairs
 from harts_hf.planner.orders import LimitError, join_needs
 from harts_hf.planner.refine import best_schedule
 from harts_hf.planner.schedule import Schedule
@@ -26,9 +26,12 @@ def plan_window(trees: RolloutTree | Sequence[RolloutTree], config: PlannerConfi
     Raises:
         ValueError: no tree; or limits under which no schedule was found (the message names the smallest that works).
 
-    Complexity: O(N) NumPy work and O(S log S) Python steps for S segments, a constant number of times.
+    Complexity, a constant number of times: O(N) NumPy work, O(S log S) Python steps for S segments, and NumPy work
+    over the answer itself, which lists for every microbatch its trunks and the spans of its prefix. On several ranks
+    each has a walk of its own: times ``world_size`` at most. ``max_handoff_bytes`` in "replay" adds NumPy work over
+    all ops for each trunk whose states are dropped.
     """
-    config = config or PlannerConfig()
+    config = (config or PlannerConfig()).plain()
     tree = trees if isinstance(trees, RolloutTree) else concatenate_trees(list(trees))
     try:
         return _plan(tree, config)
@@ -62,10 +65,10 @@ def _missing(tree: RolloutTree, config: PlannerConfig, limits: dict[str, int]) -
 
 def _plan(tree: RolloutTree, config: PlannerConfig) -> Schedule:
     if config.sharing == "never":
-        return _decided(best_schedule(expand_tree(tree), config), "shares nothing, as asked for")
+        return replace(best_schedule(expand_tree(tree), config), decision="shares nothing, as asked for")
     if config.sharing == "always" or tree.num_expanded_tokens == tree.num_tokens:
         decision = "shares all prefixes, as asked for" if config.sharing == "always" else "has nothing to share"
-        return _decided(best_schedule(tree, config), decision)
+        return replace(best_schedule(tree, config), decision=decision)
     return _shared_or_not(tree, config)
 
 
@@ -79,34 +82,27 @@ def _shared_or_not(tree: RolloutTree, config: PlannerConfig) -> Schedule:
         except LimitError as other:
             comparable = error.needed.keys() == other.needed.keys()
             raise (min(error, other, key=lambda e: tuple(e.needed.values())) if comparable else error) from None
-        return _decided(alone, f"does not share: with sharing {error.wish} would be needed")
+        return replace(alone, decision=f"does not share: with sharing {error.wish} would be needed")
     bound = no_sharing_bound(tree, config, shared.execution)
     if shared.estimated_seconds <= bound:
-        return _decided(
-            shared, f"shares: estimated {shared.estimated_seconds:.3g} s, without sharing at least {bound:.3g} s"
-        )
+        seconds = f"estimated {shared.estimated_seconds:.3g} s, without sharing at least {bound:.3g} s"
+        return replace(shared, decision=f"shares: {seconds}")
     try:
         alone = best_schedule(expand_tree(tree), config)
     except LimitError as error:
-        return _decided(shared, f"shares: without sharing {error.wish} would be needed")
+        return replace(shared, decision=f"shares: without sharing {error.wish} would be needed")
     times = f"estimated {shared.estimated_seconds:.3g} s with sharing, {alone.estimated_seconds:.3g} s without"
     if shared.estimated_seconds <= alone.estimated_seconds:
-        return _decided(shared, f"shares: {times}")
-    return _decided(alone, f"does not share: {times}")
+        return replace(shared, decision=f"shares: {times}")
+    return replace(alone, decision=f"does not share: {times}")
 
 
-def no_sharing_bound(tree: RolloutTree, config: PlannerConfig, execution: str) -> float:
+def no_sharing_bound(tree: RolloutTree, config: PlannerConfig, execution: Execution) -> float:
     """A lower bound on the estimated seconds of any schedule that gives every trajectory of ``tree`` its own rows."""
     step = (config.cost or CostModel()).step(forwards=2 if execution == "replay" else 1)
     lengths = tree.trajectory_lengths
     rows = int(lengths.sum())
-    pairs = int((lengths * (lengths + 1) // 2).sum())
+    pairs = int(causal_pairs(lengths).sum())
     microbatches = -(-rows // config.max_tokens_per_microbatch) if config.handoff else 1
     total = (step.rows + step.linear_rows) * rows + step.pairs * pairs
     return (total + (step.microbatches + step.calls) * microbatches) / config.world_size
-
-
-def _decided(schedule: Schedule, decision: str) -> Schedule:
-    # Not dataclasses.replace: what has been measured is kept.
-    object.__setattr__(schedule, "decision", decision)
-    return schedule
