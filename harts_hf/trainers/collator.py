@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from harts_hf.errors import HartsWarning
 from harts_hf.planner import LimitError, PlannerConfig
+from harts_hf.planner.config import ExecutionChoice
 from harts_hf.runtime import TreeWindow
 
 
@@ -47,7 +48,7 @@ class TreeDataCollator:
             raised: Any = error.needed
             return TreeWindow(trajectories, replace(self.planner, **raised), vocab_size=self.vocab_size)
 
-    def for_execution(self, execution: str, *, can_skip_scoring: bool) -> "TreeDataCollator":
+    def for_execution(self, execution: ExecutionChoice, *, can_skip_scoring: bool) -> "TreeDataCollator":
         """The collator with an execution of the planner chosen.
 
         "auto" is "nested" where the scoring pass can be left out, with at most ``max_graph_tokens`` rows of graphs

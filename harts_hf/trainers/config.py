@@ -114,8 +114,8 @@ class TreeOptions:
             max_tokens_per_microbatch=self.tree_max_tokens_per_microbatch,
             max_graph_tokens=self.tree_max_graph_tokens,
             max_handoff_bytes=self.tree_max_handoff_bytes,
-            sharing=self.tree_sharing,
-            execution=self.tree_execution,
+            sharing=self.tree_sharing,  # type: ignore[arg-type]  # text, which PlannerConfig checks
+            execution=self.tree_execution,  # type: ignore[arg-type]
             cost=None if self.tree_cost is None else CostModel.load(self.tree_cost),
         )
 
