@@ -179,9 +179,8 @@ def _handed(
         if num_waiting > _UNITE_AT + 2 * len(spans):
             spans, waiting, num_waiting = union([spans, *waiting]), [], 0
         order = np.argsort(read[:, 0], kind="stable")
-        _, entry = intersect(np.stack([measured.entries, measured.entries + 1], axis=1), read[order])
-        holder = trunk[order][np.searchsorted(read[order, 0], entry[:, 0], side="right") - 1]
-        states.append(holder * stride + entry[:, 0])
+        holder = trunk[order[np.searchsorted(read[order, 0], measured.entries, side="right") - 1]]
+        states.append(holder * stride + measured.entries)
     if not states:
         return {}
     spans = union([spans, *waiting])
