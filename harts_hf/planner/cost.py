@@ -197,6 +197,7 @@ def _is_number(value: object, highest: float) -> bool:
     return bool(is_real and 0 <= value <= highest)  # type: ignore[operator]  # False for NaN
 
 
+DEFAULT_COST = CostModel()
 Rows = TypeVar("Rows", int, NDArray[np.int64])
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from harts_hf.forest import concatenate_trees, expand_tree
 from harts_hf.planner.config import Execution, PlannerConfig
-from harts_hf.planner.cost import CostModel, causal_pairs
+from harts_hf.planner.cost import DEFAULT_COST, causal_pairs
 from harts_hf.planner.orders import LimitError, join_needs
 from harts_hf.planner.refine import best_schedule
 from harts_hf.planner.schedule import Schedule
@@ -99,7 +99,7 @@ def _shared_or_not(tree: RolloutTree, config: PlannerConfig) -> Schedule:
 
 def no_sharing_bound(tree: RolloutTree, config: PlannerConfig, execution: Execution) -> float:
     """A lower bound on the estimated seconds of any schedule that gives every trajectory of ``tree`` its own rows."""
-    step = (config.cost or CostModel()).step(forwards=2 if execution == "replay" else 1)
+    step = (config.cost or DEFAULT_COST).step(forwards=2 if execution == "replay" else 1)
     lengths = tree.trajectory_lengths
     rows = int(lengths.sum())
     pairs = int(causal_pairs(lengths).sum())

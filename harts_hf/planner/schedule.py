@@ -7,7 +7,7 @@ from functools import cached_property
 from harts_hf.planner import serialization, validation
 from harts_hf.planner.accounting import Accounts, ChunkEnds, Handed, Measure
 from harts_hf.planner.config import Execution, PlannerConfig
-from harts_hf.planner.cost import CostModel
+from harts_hf.planner.cost import DEFAULT_COST, CostModel
 from harts_hf.planner.execution import DUMMY, Op, align
 from harts_hf.planner.lives import Life, amounts_alive, handoff_lives
 from harts_hf.planner.memory import MemoryCounts, count_memory, graph_tokens, handed_bytes
@@ -66,7 +66,7 @@ class Schedule:
     @property
     def cost(self) -> CostModel:
         """The cost model that the plan was made with."""
-        return self.config.cost or CostModel()
+        return self.config.cost or DEFAULT_COST
 
     # ---- counts -------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from harts_hf.planner.accounting import Accounts, ChunkEnds
 from harts_hf.planner.config import Execution, PlannerConfig
-from harts_hf.planner.cost import CostModel, UnitSeconds
+from harts_hf.planner.cost import DEFAULT_COST, CostModel, UnitSeconds
 from harts_hf.planner.cuts import Piece, PieceLimits, assemble, cut_evenly, cut_greedily, cut_whole_paths
 from harts_hf.planner.execution import Op, interleave
 from harts_hf.planner.memory import graph_tokens, handed_bytes
@@ -38,7 +38,7 @@ class Task:
     @classmethod
     def of(cls, tree: RolloutTree, config: PlannerConfig) -> "Task":
         """Of a forest and a configuration."""
-        cost = config.cost or CostModel()
+        cost = config.cost or DEFAULT_COST
         execution: Execution = "replay" if config.execution == "auto" else config.execution
         return cls(
             tree=tree,
