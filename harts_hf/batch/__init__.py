@@ -1,6 +1,6 @@
 """A planned microbatch as tensors: the only bridge from plan to tensors."""
 
-from harts_hf.batch.handoff import KINDS, Imports, Kind
+from harts_hf.batch.handoff import HANDED_KINDS, HandedKind, Imports
 from harts_hf.batch.microbatch import TreeBatch, build_batches
 from harts_hf.batch.tables import (
     AttentionIntervals,
@@ -13,12 +13,12 @@ from harts_hf.batch.tables import (
 )
 
 __all__ = [
-    "KINDS",
+    "HANDED_KINDS",
     "AttentionIntervals",
     "ConvTable",
     "GatherIndex",
+    "HandedKind",
     "Imports",
-    "Kind",
     "LabelTable",
     "LinearTables",
     "RowTable",

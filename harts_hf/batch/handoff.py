@@ -18,8 +18,8 @@ from harts_hf.planner.microbatch import Microbatch
 from harts_hf.planner.spans import contains, expand_ranges
 from harts_hf.tree import IntArray, RolloutTree
 
-Kind = Literal["keys", "linear", "conv", "states"]
-KINDS: tuple[Kind, ...] = ("keys", "linear", "conv", "states")
+HandedKind = Literal["keys", "linear", "conv", "states"]
+HANDED_KINDS: tuple[HandedKind, ...] = ("keys", "linear", "conv", "states")
 # Pre-convolution rows that are handed over: a convolution of up to CONV_ANCESTORS + 1 taps.
 CONV_ANCESTORS = 3
 
@@ -39,14 +39,14 @@ class Imports(Tables):
     order: torch.Tensor | None
 
 
-def demands(tree: RolloutTree, microbatch: Microbatch, chunk_size: int) -> dict[Kind, IntArray]:
+def demands(tree: RolloutTree, microbatch: Microbatch, chunk_size: int) -> dict[HandedKind, IntArray]:
     """Rows of the tree, ascending, that a microbatch needs of each kind without computing them.
 
     ``states`` are named by the row whose chunk they stand after.
     """
     nothing = np.zeros(0, np.int64)
     if not len(microbatch.prefix):
-        return dict.fromkeys(KINDS, nothing)
+        return dict.fromkeys(HANDED_KINDS, nothing)
     above = tree.parent[microbatch.rows]
     above = np.unique(above[(above >= 0) & ~contains(microbatch.row_spans, above)])
     within = (tree.depth[above] + 1) % chunk_size  # rows to replay above each root
@@ -60,7 +60,9 @@ def demands(tree: RolloutTree, microbatch: Microbatch, chunk_size: int) -> dict[
     }
 
 
-def exports(needed: Sequence[dict[Kind, IntArray]], microbatches: Sequence[Microbatch]) -> list[dict[Kind, IntArray]]:
+def exports(
+    needed: Sequence[dict[HandedKind, IntArray]], microbatches: Sequence[Microbatch]
+) -> list[dict[HandedKind, IntArray]]:
     """Rows of the tree, ascending, that each microbatch has to hand over, by kind.
 
     Complexity: NumPy work over the rows that are needed, and a few calls per microbatch.
@@ -69,32 +71,32 @@ def exports(needed: Sequence[dict[Kind, IntArray]], microbatches: Sequence[Micro
     # The rows of all microbatches, one after another; row r of microbatch m has the number m * stride + r.
     stride = max(int(microbatch.row_spans[-1, 1]) for microbatch in microbatches)
     numbers = np.concatenate([microbatch.rows + stride * index for index, microbatch in enumerate(microbatches)])
-    wanted = {kind: np.zeros(len(numbers), bool) for kind in KINDS}
+    wanted = {kind: np.zeros(len(numbers), bool) for kind in HANDED_KINDS}
     for microbatch, need in zip(microbatches, needed, strict=True):
         if not microbatch.trunks:
             continue
         trunk, spans = spans_by_trunk(microbatch, microbatches)
         at = np.searchsorted(numbers, trunk * stride + spans[:, 0])
-        for kind in KINDS:
+        for kind in HANDED_KINDS:
             low, high = np.searchsorted(need[kind], spans[:, 0]), np.searchsorted(need[kind], spans[:, 1])
             span, index = expand_ranges(low, high)
             wanted[kind][at[span] + need[kind][index] - spans[span, 0]] = True
     return [
-        {kind: microbatch.rows[wanted[kind][start:stop]] for kind in KINDS}
+        {kind: microbatch.rows[wanted[kind][start:stop]] for kind in HANDED_KINDS}
         for microbatch, start, stop in zip(microbatches, first[:-1].tolist(), first[1:].tolist(), strict=True)
     ]
 
 
 def imports(
-    microbatch: Microbatch, need: dict[Kind, IntArray], exported: Sequence[dict[Kind, IntArray]]
-) -> dict[Kind, Imports]:
+    microbatch: Microbatch, need: dict[HandedKind, IntArray], exported: Sequence[dict[HandedKind, IntArray]]
+) -> dict[HandedKind, Imports]:
     """Where a microbatch finds the rows it needs.
 
     Raises:
         ValueError: a row that none of its trunks, or more than one, computes: a schedule that is not valid.
     """
-    found: dict[Kind, Imports] = {}
-    for kind in KINDS:
+    found: dict[HandedKind, Imports] = {}
+    for kind in HANDED_KINDS:
         offered = [exported[trunk][kind] for trunk in microbatch.trunks]
         owner, index = expand_ranges(np.zeros(len(offered), np.int64), np.array(list(map(len, offered)), np.int64))
         rows = np.concatenate([np.zeros(0, np.int64), *offered])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from harts_hf.batch.handoff import CONV_ANCESTORS, Imports, Kind, demands, exports, imports
+from harts_hf.batch.handoff import CONV_ANCESTORS, HandedKind, Imports, demands, exports, imports
 from harts_hf.batch.tables import (
     AttentionIntervals,
     ConvTable,
@@ -46,8 +46,8 @@ class TreeBatch(Tables):
     owned: RowTable
     attention: AttentionIntervals
     linear: LinearTables
-    imports: dict[Kind, Imports]
-    exports: dict[Kind, torch.Tensor]
+    imports: dict[HandedKind, Imports]
+    exports: dict[HandedKind, torch.Tensor]
     _conv_source: IntArray
     _num_handed_conv: int
     _conv: dict[int, ConvTable] = field(default_factory=dict)  # tables made so far, by width
@@ -59,9 +59,9 @@ class TreeBatch(Tables):
         microbatch: Microbatch,
         *,
         chunk_size: int = CHUNK_SIZE,
-        need: dict[Kind, IntArray] | None = None,
-        imported: dict[Kind, Imports] | None = None,
-        exported: dict[Kind, IntArray] | None = None,
+        need: dict[HandedKind, IntArray] | None = None,
+        imported: dict[HandedKind, Imports] | None = None,
+        exported: dict[HandedKind, IntArray] | None = None,
     ) -> "TreeBatch":
         """A microbatch of a tree, on the CPU.
 
@@ -148,7 +148,7 @@ def build_batches(schedule: Schedule) -> list[TreeBatch]:
 
 
 def _linear_tables(
-    tree: RolloutTree, rows: IntArray, need: dict[Kind, IntArray], chunk_size: int
+    tree: RolloutTree, rows: IntArray, need: dict[HandedKind, IntArray], chunk_size: int
 ) -> tuple[LinearTables, IntArray]:
     """The tables, and for each row of the tree the chunk node that ends there (-1 for none)."""
     together = np.sort(np.concatenate([need["linear"], rows]))  # disjoint, so preorder again

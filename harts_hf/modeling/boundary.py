@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from harts_hf.batch import Kind
+from harts_hf.batch import HandedKind
 from harts_hf.modeling.handoff import Handoff, HandoffError, Slot
 from harts_hf.modeling.tree_pass import TreePass
 
 
 def export_rows(
-    tree_pass: TreePass, kind: Kind, layer: int, tensors: Sequence[torch.Tensor], dims: Sequence[int]
+    tree_pass: TreePass, kind: HandedKind, layer: int, tensors: Sequence[torch.Tensor], dims: Sequence[int]
 ) -> list[torch.Tensor]:
     """Hands over the rows of ``tensors`` that dependents read, if any; the tensors themselves go on unchanged.
 
@@ -38,7 +38,7 @@ def export_rows(
 
 
 def import_rows(
-    tree_pass: TreePass, kind: Kind, layer: int, tensors: Sequence[torch.Tensor], dims: Sequence[int]
+    tree_pass: TreePass, kind: HandedKind, layer: int, tensors: Sequence[torch.Tensor], dims: Sequence[int]
 ) -> list[torch.Tensor]:
     """Handed rows before own ones, for each tensor; the tensors themselves where nothing is handed over."""
     found = _pieces(tree_pass, kind, layer, len(tensors))
@@ -61,7 +61,7 @@ def export_states(tree_pass: TreePass, layer: int, output: torch.Tensor, states:
     return _ExportStates.apply(_Exporter(tree_pass.handoff, tree_pass.batch.id, "states", layer), output, states)
 
 
-def imported(tree_pass: TreePass, kind: Kind, layer: int, count: int) -> list[torch.Tensor] | None:
+def imported(tree_pass: TreePass, kind: HandedKind, layer: int, count: int) -> list[torch.Tensor] | None:
     """Handed rows or states along dimension 0 in ascending order of their tree rows, one tensor per quantity.
 
     Returns:
@@ -80,7 +80,7 @@ def imported(tree_pass: TreePass, kind: Kind, layer: int, count: int) -> list[to
 
 
 def _pieces(
-    tree_pass: TreePass, kind: Kind, layer: int, count: int
+    tree_pass: TreePass, kind: HandedKind, layer: int, count: int
 ) -> tuple[list[list[torch.Tensor]], torch.Tensor | None] | None:
     """For each quantity its pieces, one a trunk, and how their rows have to be ordered if they are not."""
     table = tree_pass.batch.imports.get(kind)
@@ -108,7 +108,7 @@ def _in_order(columns: list[list[torch.Tensor]], order: torch.Tensor, dims: Sequ
 class _Exporter:
     """Where one layer of a trunk leaves rows of one kind, and finds their gradients."""
 
-    def __init__(self, handoff: Handoff, trunk: int, kind: Kind, layer: int) -> None:
+    def __init__(self, handoff: Handoff, trunk: int, kind: HandedKind, layer: int) -> None:
         self.handoff, self.trunk, self.kind = handoff, trunk, kind
         self.slot: Slot = handoff.slot(trunk, kind, layer)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from harts_hf.batch import Kind
+from harts_hf.batch import HandedKind
 
 
 class HandoffError(RuntimeError):
@@ -50,16 +50,16 @@ class Handoff:
     """
 
     def __init__(
-        self, readers: dict[tuple[int, Kind], int], *, offload: bool = False, expand_latents: bool = False
+        self, readers: dict[tuple[int, HandedKind], int], *, offload: bool = False, expand_latents: bool = False
     ) -> None:
         self.readers = readers
         self.offload = offload
         self.expand_latents = expand_latents
         self.keeping = False
         self.anchor = torch.zeros((), requires_grad=True)
-        self._slots: dict[tuple[int, Kind, int], Slot] = defaultdict(Slot)
+        self._slots: dict[tuple[int, HandedKind, int], Slot] = defaultdict(Slot)
 
-    def slot(self, trunk: int, kind: Kind, layer: int) -> Slot:
+    def slot(self, trunk: int, kind: HandedKind, layer: int) -> Slot:
         """The slot of a trunk's layer, made on first use."""
         return self._slots[trunk, kind, layer]
 

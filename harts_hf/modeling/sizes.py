@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from harts_hf.batch import Kind
+from harts_hf.batch import HandedKind
 from harts_hf.batch.handoff import CONV_ANCESTORS
 from harts_hf.modeling.families import family_of
 from harts_hf.modeling.patching import causal_lm_of
@@ -24,8 +24,8 @@ class HandedSizes:
         gradients: by kind; they are float32 or wider.
     """
 
-    values: dict[Kind, int]
-    gradients: dict[Kind, int]
+    values: dict[HandedKind, int]
+    gradients: dict[HandedKind, int]
 
 
 def handed_sizes(
@@ -70,7 +70,7 @@ def handed_sizes(
 def with_handed_bytes(cost: CostModel, sizes: HandedSizes) -> CostModel:
     """A cost model whose bytes of handed rows and boundaries are those of a model."""
 
-    def boundary(sizes: dict[Kind, int]) -> float:
+    def boundary(sizes: dict[HandedKind, int]) -> float:
         return sizes["states"] + REPLAYED_ROWS * sizes["linear"] + CONV_ANCESTORS * sizes["conv"]
 
     row, row_gradient = sizes.values["keys"], sizes.gradients["keys"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harts_hf.batch import Kind, TreeBatch
+from harts_hf.batch import HandedKind, TreeBatch
 from harts_hf.modeling.handoff import HandoffError
 from harts_hf.planner.execution import Op
 from harts_hf.planner.lives import value_lives
@@ -43,9 +43,9 @@ def handoff_lives(ops: Sequence[Op], batches: Sequence[TreeBatch]) -> Lives:
     return Lives(keeps=tuple(keeps), drops=tuple(map(tuple, drops)))
 
 
-def count_readers(batches: Iterable[TreeBatch]) -> dict[tuple[int, Kind], int]:
+def count_readers(batches: Iterable[TreeBatch]) -> dict[tuple[int, HandedKind], int]:
     """For each trunk and kind, how many microbatches read it."""
-    counts: dict[tuple[int, Kind], int] = {}
+    counts: dict[tuple[int, HandedKind], int] = {}
     for batch in batches:
         for kind, table in batch.imports.items():
             for trunk in table.trunks:

@@ -6,7 +6,7 @@ from support.models import FAMILIES, VOCAB, tiny_model
 from support.trees import branching
 
 from harts_hf import patch
-from harts_hf.batch import KINDS
+from harts_hf.batch import HANDED_KINDS
 from harts_hf.modeling.sizes import handed_sizes, with_handed_bytes
 from harts_hf.planner import CostModel, PlannerConfig
 from harts_hf.runtime import RunOptions, TreeValues, TreeWindow, WindowRun
@@ -14,7 +14,7 @@ from harts_hf.runtime import RunOptions, TreeValues, TreeWindow, WindowRun
 
 def kept(run, what):
     """Bytes and rows of ``values`` or ``gradients`` that are kept, by kind."""
-    sizes, rows = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
+    sizes, rows = dict.fromkeys(HANDED_KINDS, 0), dict.fromkeys(HANDED_KINDS, 0)
     layers = {}
     for (trunk, kind, layer), slot in run.handoff._slots.items():
         tensors = getattr(slot, what)
