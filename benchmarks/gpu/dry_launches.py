@@ -53,7 +53,7 @@ from harts_hf.kernels.attention.triton_blocks import build_lists  # noqa: E402
 from harts_hf.kernels.conv import api as conv  # noqa: E402
 from harts_hf.kernels.gather import api as gather  # noqa: E402
 from harts_hf.kernels.linear_attention import api as linear  # noqa: E402
-from harts_hf.verify.verification import verify  # noqa: E402
+from harts_hf.verify import verify  # noqa: E402
 
 SMALL = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 32}
 fla.utils.hardware.get_all_max_shared_mem = lambda: {None: SHARED_MEMORY}  # by the index of a CPU device

@@ -1,6 +1,7 @@
 """What commands check before the work begins: files to write, seeds, devices."""
 
 import argparse
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -15,17 +16,43 @@ def check_output_file(option: str, name: str | None) -> None:
     """
     if name is None:
         return
-    path = Path(name)
-    is_new = not os.path.lexists(path)
     try:
-        with path.open("ab"):
-            pass
+        path = Path(os.path.realpath(name))
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if path.is_file() or not path.exists():  # a new file takes its place
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
     except OSError as error:
         raise ValueError(
             f"expected {option} to be a file that can be written, got {name!r}: {error.strerror}"
         ) from error
-    if is_new:
-        path.unlink()
+
+
+def refuse_to_overwrite(output: str | None, *inputs: str | None) -> None:
+    """Checks that writing ``output`` leaves every input as it is; names that are None are passed over.
+
+    Args:
+        output: the file or folder to write.
+        inputs: files and folders that the command reads. Names of a hub that are no path here do not matter.
+
+    Raises:
+        ValueError: ``output`` is an input, by whatever path or link, or a file that is there in an input's folder.
+    """
+    for name in inputs:
+        if output is not None and name is not None and _is_part_of(output, name):
+            raise ValueError(f"expected an output that is no input, got {output!r}, which is part of {name!r}")
+
+
+def _is_part_of(output: str, name: str) -> bool:
+    new, old = Path(os.path.realpath(output)), Path(os.path.realpath(name))
+    if new == old:
+        return True
+    if not new.exists() or not old.exists():
+        return False
+    return new.samefile(old) or (new.is_file() and old in new.parents)
 
 
 def check_output_folder(option: str, name: str) -> None:
