@@ -34,7 +34,7 @@ from harts_hf.modeling import LABEL_VALUES, handed_sizes, with_handed_bytes
 from harts_hf.planner import CostModel
 from harts_hf.planner.cost import nonnegative_fit
 from harts_hf.runtime import TreeValues, TreeWindow, WindowRun
-from harts_hf.verify.widening import float64_everywhere
+from harts_hf.verify.oracle import float64_everywhere
 
 RESULTS = Path(__file__).parent / "results" / "window_memory.json"
 BAR = 0.10

@@ -1,16 +1,22 @@
 """`harts verify`: compares tree and expanded computation on your model and your rollouts, with a verdict."""
 
 import argparse
-import json
 import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import harts_hf
-from harts_hf.cli.checks import check_output_file, find_device, seed
+from harts_hf.cli.checks import check_output_file, find_device, refuse_to_overwrite, seed
 from harts_hf.cli.loading import is_random, load_model, load_tokenizer
+from harts_hf.cli.output import printable, write_json
+
+if TYPE_CHECKING:
+    from harts_hf.planner import PlannerConfig
+    from harts_hf.rollouts.files import RolloutGroup
+    from harts_hf.verify import Draw
 
 DESCRIPTION = """\
 Computes log-probs and gradients of sampled trajectories on the tree and, with the unpatched model, one trajectory at a
@@ -18,12 +24,13 @@ time, again, and in padded batches; compares them with one another and with a fl
 into memory. The last line is the verdict: PASS, or FAIL and why; the exit status is 0, or 1, or 2 for a model or an
 input that cannot be used.
 """
+# Where stderr is no terminal, progress is a line, and at most one in so many seconds.
+SECONDS_PER_LINE = 10.0
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
-    report = _run(_parser().parse_args(argv))
-    return 0 if report["passed"] else 1
+    return 0 if _run(_parser().parse_args(argv)) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,41 +64,52 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace) -> dict[str, Any]:
+def _run(options: argparse.Namespace) -> bool:
     import torch
 
     from harts_hf.planner import PlannerConfig
     from harts_hf.rollouts.files import read_rollouts
-    from harts_hf.verify.report import format_verdict
-    from harts_hf.verify.verification import verify
+    from harts_hf.verify import format_verdict, verify
 
     if options.draws < 1:
         raise ValueError(f"expected at least one draw, got {options.draws}")
+    refuse_to_overwrite(options.json, options.rollouts, options.model, options.tokenizer)
     check_output_file("--json", options.json)
     device = find_device(options.device)
     planner = PlannerConfig(max_tokens_per_microbatch=options.max_tokens_per_microbatch, sharing="always")
     groups = read_rollouts(options.rollouts, _tokenizer(options))
     model = load_model(options.model, getattr(torch, options.dtype), seed=options.seed).to(device).eval()
-    samples = _samples(groups, model, options)
-    about = {**_about(model, options), **_about_samples(samples, planner)}
-    print("\n".join(f"{name:<10}{text}" for name, text in about.items()), end="\n\n")
+    draws = _draws(groups, model, options)
+    about = {**_about(model, options), **_about_draws(draws, planner)}
+    print("\n".join(f"{name:<10}{text}" for name, text in about.items()), end="\n\n", flush=True)
     verdict = verify(
         model,
-        [sample.trajectories for sample in samples],
+        [draw.trajectories for draw in draws],
         planner=planner,
         with_oracle=not options.no_oracle,
         seed=options.seed,
-        progress=_progress if sys.stderr.isatty() else lambda step: None,
+        progress=_Progress(options.draws).show,
     )
     print(format_verdict(verdict))
-    report = {"about": about, **verdict.to_dict()}
     if options.json:
-        Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
-    return report
+        write_json(options.json, {"about": about, **verdict.to_dict()})
+    return verdict.passed
 
 
-def _progress(step: str) -> None:
-    print(f"\r{step:<30}", end="\r", file=sys.stderr)
+class _Progress:
+    """What is computed at the moment, on stderr: a line that changes or, where that is no terminal, a few lines."""
+
+    def __init__(self, num_draws: int) -> None:
+        self._num_draws = num_draws
+        self._next = time.monotonic()
+
+    def show(self, draw: int, way: str) -> None:
+        text = f"draw {draw + 1} of {self._num_draws}: {way}"
+        if sys.stderr.isatty():
+            print(f"\r{text:<50}", end="\r", file=sys.stderr, flush=True)
+        elif time.monotonic() >= self._next:
+            print(f"harts verify: {text}", file=sys.stderr, flush=True)
+            self._next = time.monotonic() + SECONDS_PER_LINE
 
 
 def _tokenizer(options: argparse.Namespace) -> Any:
@@ -103,15 +121,15 @@ def _tokenizer(options: argparse.Namespace) -> Any:
     return load_tokenizer(name)
 
 
-def _samples(groups: Any, model: Any, options: argparse.Namespace) -> list[Any]:
+def _draws(groups: Sequence["RolloutGroup"], model: Any, options: argparse.Namespace) -> list["Draw"]:
     from harts_hf.modeling import vocab_size_of
-    from harts_hf.verify.sampling import sample_trajectories
+    from harts_hf.verify import draw_trajectories
 
     trees = [group.tree for group in groups]
     vocab_size = vocab_size_of(model)
     return [
-        sample_trajectories(trees, max_tokens=options.max_tokens, vocab_size=vocab_size, seed=options.seed + draw)
-        for draw in range(options.draws)
+        draw_trajectories(trees, max_tokens=options.max_tokens, vocab_size=vocab_size, seed=options.seed + index)
+        for index in range(options.draws)
     ]
 
 
@@ -120,33 +138,33 @@ def _about(model: Any, options: argparse.Namespace) -> dict[str, str]:
     installed = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     versions = f"harts_hf {harts_hf.__version__}, {installed}"
     return {
-        "model": f"{options.model}: {model.config.model_type}, {parameters:,} parameters"
+        "model": f"{printable(options.model)}: {model.config.model_type}, {parameters:,} parameters"
         f"{' (RANDOM WEIGHTS)' if is_random(options.model) else ''}, {options.dtype} on {options.device}",
-        "rollouts": options.rollouts,
+        "rollouts": printable(options.rollouts),
         "versions": f"{versions}; seed {options.seed}",
     }
 
 
-def _about_samples(samples: Sequence[Any], planner: Any) -> dict[str, str]:
+def _about_draws(draws: Sequence["Draw"], planner: "PlannerConfig") -> dict[str, str]:
     from harts_hf.planner import plan_window
     from harts_hf.tree import RolloutTree
-    from harts_hf.verify.verification import planner_of_parts
+    from harts_hf.verify import planner_of_parts
 
-    trees = [RolloutTree.from_trajectories(sample.trajectories) for sample in samples]
-    expanded, unique = (sum(getattr(t, key) for t in trees) for key in ("num_expanded_tokens", "num_tokens"))
+    trees = [RolloutTree.from_trajectories(draw.trajectories) for draw in draws]
+    expanded, unique = (sum(getattr(tree, key) for tree in trees) for key in ("num_expanded_tokens", "num_tokens"))
     parts = sum(
-        len(plan_window(tree, planner_of_parts(sample.trajectories, planner)).microbatches)
-        for sample, tree in zip(samples, trees, strict=True)
+        len(plan_window(tree, planner_of_parts(draw.trajectories, planner)).microbatches)
+        for draw, tree in zip(draws, trees, strict=True)
     )
     notes = [
-        "trajectories cut to fit" if any(sample.is_cut for sample in samples) else "",
-        "tokens drawn at random" if any(sample.is_filled for sample in samples) else "",
+        "trajectories cut to fit" if any(draw.is_cut for draw in draws) else "",
+        "tokens drawn at random" if any(draw.is_filled for draw in draws) else "",
         "NOTHING IS SHARED" if expanded == unique else "",
         "NOTHING IS HANDED OVER" if parts == len(trees) else "",
         "NOTHING BRANCHES" if not any((tree.num_children > 1).any() for tree in trees) else "",
     ]
     text = (
-        f"{len(samples)}, of {sum(tree.num_trajectories for tree in trees)} trajectories, {expanded:,} tokens, "
+        f"{len(draws)}, of {sum(tree.num_trajectories for tree in trees)} trajectories, {expanded:,} tokens, "
         f"{unique:,} unique (ratio {expanded / unique:.2f}), {parts} parts"
     )
     return {"draws": "; ".join([text, *filter(None, notes)])}

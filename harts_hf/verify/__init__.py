@@ -1,5 +1,8 @@
 """Is it the same training: draws of rollouts, several ways of computing them, a verdict and its report."""
 
-from harts_hf.verify.verification import planner_of_parts, verify
+from harts_hf.verify.comparison import planner_of_parts, verify
+from harts_hf.verify.draws import Draw, draw_trajectories
+from harts_hf.verify.report import format_verdict
+from harts_hf.verify.verdict import Verdict
 
-__all__ = ["planner_of_parts", "verify"]
+__all__ = ["Draw", "Verdict", "draw_trajectories", "format_verdict", "planner_of_parts", "verify"]

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from harts_hf.verify.verdict import AGAIN, BATCHED, EXPANDED, JUDGED, ORACLE, POOLED_FACTOR, SINGLE_FACTOR, Verdict
+from harts_hf.verify.verdict import POOLED_FACTOR, SINGLE_FACTOR, Difference, Verdict
+from harts_hf.verify.ways import AGAIN, BATCHED, EXPANDED, JUDGED, ORACLE, ROUNDED, Way
 
 
 def format_verdict(verdict: Verdict) -> str:
@@ -18,13 +19,18 @@ def _log_probs(verdict: Verdict) -> str:
     return _table(rows)
 
 
-def _two(difference: object) -> list[str]:
-    return [f"{getattr(difference, name):.2e}" for name in ("largest", "rms")]
+def _two(difference: Difference) -> list[str]:
+    return [f"{difference.largest:.2e}", f"{difference.rms:.2e}"]
 
 
 def _gradients(verdict: Verdict) -> str:
     has_oracle = verdict.reference == ORACLE
-    ways = (EXPANDED, AGAIN, BATCHED, *JUDGED) if has_oracle else (AGAIN, BATCHED, *JUDGED)
+    ways: list[Way] = [AGAIN, BATCHED, *JUDGED]
+    if has_oracle:
+        ways.insert(0, EXPANDED)
+    is_rounded = any(ROUNDED in kind.errors for kind in verdict.kinds)
+    if is_rounded:
+        ways.append(ROUNDED)
     baseline = EXPANDED if has_oracle else BATCHED
     rows = [["gradients of", "tensors", *ways, f"worse / {baseline}", "limit", "worst tensor"]]
     rows += [
@@ -49,6 +55,11 @@ def _gradients(verdict: Verdict) -> str:
             "RMS differences from expanded, of the gradients' RMS. No oracle: only errors far above rounding would "
             "be seen here."
         )
+    if is_rounded:
+        note += (
+            "\nWhat roundings at random do to the expanded computation is nobody's error; a gradient that is lost in "
+            "them is\nmeasured by what was summed to it."
+        )
     return f"{_table(rows)}\n{note}"
 
 
@@ -64,8 +75,8 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     )

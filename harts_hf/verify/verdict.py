@@ -1,11 +1,15 @@
 """From measured log-probs and gradient errors to a verdict, with stated limits."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import torch
+
+from harts_hf.verify.roundings import ROUNDING_PER_MOVE
+from harts_hf.verify.ways import AGAIN, BATCHED, EXPANDED, JUDGED, ORACLE, ROUNDED, Way
 
 # The tree's RMS error may be this much of the expanded computation's, beyond what the scatter between the draws may
 # do: Student's t at 99.9 %, one-sided, by the number of draws less one ...
@@ -23,12 +27,38 @@ ROUNDING_UNITS, ROUNDING_UNITS_WITHOUT_ORACLE = 0.5, 100.0
 # a difference from it says nothing below.
 DECAY_KINDS, DECAY_ERROR_WITHOUT_ORACLE = ("A_log", "dt_bias", "linear attention gates"), 0.05
 
-TREE, PARTS = "tree", "tree in parts"
-EXPANDED, AGAIN, BATCHED, ORACLE = "expanded", "expanded again", "expanded re-batched", "oracle"
-# The ways that are judged.
-JUDGED = (TREE, PARTS)
-# Squared gradient errors by parameter and way of computing, and squares of the reference, one a draw.
-SquaredErrors = dict[str, dict[str, list[float]]]
+
+@dataclass(eq=False, kw_only=True)
+class LogProbs:
+    """Log-probs of every draw.
+
+    Attributes:
+        values: by way of computing, ``[P]`` float64 per draw; of all ways but "expanded, rounded" and "oracle", and of
+            the latter if there is one.
+        changes: mean squares of what :class:`~harts_hf.verify.roundings.RandomRoundings` change in them, per draw;
+            empty if that is not known.
+    """
+
+    values: dict[Way, list[torch.Tensor]] = field(default_factory=dict)
+    changes: list[float] = field(default_factory=list)
+
+
+@dataclass(eq=False, kw_only=True)
+class GradientErrors:
+    """Errors of one parameter's gradient, summed over its entries.
+
+    Attributes:
+        kind: see :func:`harts_hf.verify.kinds.parameter_kinds`.
+        squares: the reference's squares, per draw.
+        errors: squared differences from the reference, by way of computing, per draw.
+        changes: squares of what :class:`~harts_hf.verify.roundings.RandomRoundings` change in it, per draw; empty if
+            that is not known.
+    """
+
+    kind: str
+    squares: list[float] = field(default_factory=list)
+    errors: dict[Way, list[float]] = field(default_factory=dict)
+    changes: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +91,15 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class KindErrors:
-    """Gradient errors of a kind of parameter, relative to the reference's RMS, pooled over layers and draws.
+    """Gradient errors of a kind of parameter, pooled over layers and draws.
+
+    They are relative to the reference's RMS, or where that is lost in roundings, to the size of what was summed.
 
     Attributes:
         kind: see :func:`harts_hf.verify.kinds.parameter_kinds`.
         num_tensors: parameters of the kind.
         way: the one of the judged ways that is nearer to its limit; the ratios below are its.
-        errors: by way of computing.
+        errors: by way of computing; of "expanded, rounded" what roundings at random do, where that was worked out.
         ratio: the tree's error over the baseline's.
         limit: of the ratio.
         worst: the parameter whose own ratio is largest.
@@ -76,8 +108,8 @@ class KindErrors:
 
     kind: str
     num_tensors: int
-    way: str
-    errors: dict[str, float]
+    way: Way
+    errors: dict[Way, float]
     ratio: float
     limit: float
     worst: str
@@ -89,16 +121,16 @@ class Verdict:
     """Everything that was compared.
 
     Attributes:
-        reference: what errors are differences from: "oracle" or, without one, "expanded".
+        reference: what errors are differences from: the oracle or, without one, the expanded computation.
         differences: of log-probs from the expanded computation's, by way of computing.
         errors: of log-probs from the oracle's, by way of computing; empty without one.
         kinds: gradient errors.
         checks: what the verdict rests on.
     """
 
-    reference: str
-    differences: dict[str, Difference]
-    errors: dict[str, Difference]
+    reference: Literal["oracle", "expanded"]
+    differences: dict[Way, Difference]
+    errors: dict[Way, Difference]
     kinds: tuple[KindErrors, ...]
     checks: tuple[Check, ...]
 
@@ -118,50 +150,32 @@ class Verdict:
         return {**asdict(self), "checks": checks, "passed": self.passed}
 
 
-def judge(
-    log_probs: dict[str, list[torch.Tensor]],
-    squared_errors: SquaredErrors,
-    squares: dict[str, list[float]],
-    kinds: dict[str, str],
-    *,
-    epsilon: float,
-    num_layers: int,
-) -> Verdict:
+def judge(log_probs: LogProbs, gradients: Mapping[str, GradientErrors], *, epsilon: float, num_layers: int) -> Verdict:
     """Compares the tree with the expanded computation.
 
     Args:
-        log_probs: by way of computing, ``[P]`` float64 a draw; with "oracle" if there is one. All ways of ``JUDGED``.
-        squared_errors: sums over a parameter's entries of squared differences from the reference.
-        squares: sums of the reference's squares, by parameter, a draw.
-        kinds: kind of each parameter.
+        log_probs: of every draw.
+        gradients: errors by parameter.
         epsilon: of the dtype that the model computes in.
         num_layers: of the model.
     """
-    has_oracle = ORACLE in log_probs
-    joined = {way: torch.cat(parts) for way, parts in log_probs.items()}
+    has_oracle = ORACLE in log_probs.values
+    joined = {way: torch.cat(parts) for way, parts in log_probs.values.items()}
     differences = {way: _difference(joined[way], joined[EXPANDED]) for way in (AGAIN, BATCHED, *JUDGED)}
     against_oracle = (EXPANDED, BATCHED, *JUDGED) if has_oracle else ()
     errors = {way: _difference(joined[way], joined[ORACLE]) for way in against_oracle}
     # Each layer rounds; without an oracle nothing else tells how much of that reaches the end.
     size = joined[EXPANDED].square().mean().sqrt().item()
-    rounding = epsilon * math.sqrt(num_layers) * size
+    rounding = max(epsilon * math.sqrt(num_layers) * size, math.sqrt(_mean(_roundings(log_probs.changes))))
     checks = _log_prob_checks(differences, errors, rounding)
     if has_oracle:
-        # Log-probs are float32 or wider: half a unit in their last place is nobody's error.
-        floor = (torch.finfo(torch.float32).eps / 2 * size) ** 2
-        squared = {
-            way: [max(_mean_square(a, b), floor) for a, b in zip(log_probs[way], log_probs[ORACLE], strict=True)]
-            for way in (EXPANDED, *JUDGED)
-        }
-        for way in JUDGED:
-            ratio, limit = _ratio(squared[way], squared[EXPANDED])
-            checks.append(Check(name=f"log-probs of the {way}: RMS error over expanded's", value=ratio, limit=limit))
-    baseline = EXPANDED if has_oracle else BATCHED
+        checks += _log_prob_error_checks(log_probs, size)
+    baseline: Way = EXPANDED if has_oracle else BATCHED
     pooled = []
-    for kind in dict.fromkeys(kinds[name] for name in squared_errors):
-        names = [name for name in squared_errors if kinds[name] == kind]
+    for kind in dict.fromkeys(one.kind for one in gradients.values()):
+        of_kind = {name: one for name, one in gradients.items() if one.kind == kind}
         floor = _allowed_error(kind, epsilon, has_oracle=has_oracle)
-        judged = [_kind_errors(kind, way, names, squared_errors, squares, baseline, floor) for way in JUDGED]
+        judged = [_kind_errors(kind, way, of_kind, baseline, floor, epsilon) for way in JUDGED]
         for one in judged:
             name = f"gradients of {kind} on the {one.way}: RMS error over {baseline}'s"
             checks.append(Check(name=name, value=one.ratio, limit=one.limit))
@@ -186,7 +200,7 @@ def _allowed_error(kind: str, epsilon: float, *, has_oracle: bool) -> float:
 
 
 def _log_prob_checks(
-    differences: dict[str, Difference], errors: dict[str, Difference], rounding: float
+    differences: dict[Way, Difference], errors: dict[Way, Difference], rounding: float
 ) -> list[Check]:
     """The tree's differences from expanded against the expanded computation's own variation and error."""
     own = [differences[AGAIN], differences[BATCHED], *([errors[EXPANDED]] if errors else [])]
@@ -205,32 +219,36 @@ def _log_prob_checks(
     return checks
 
 
+def _log_prob_error_checks(log_probs: LogProbs, size: float) -> list[Check]:
+    """The tree's errors against the oracle's log-probs, of RMS ``size``, over the expanded computation's."""
+    values = log_probs.values
+    # Log-probs are float32 or wider: half a unit in their last place is nobody's error.
+    floor = max((torch.finfo(torch.float32).eps / 2 * size) ** 2, sys.float_info.min)
+    floors = [floor] * len(values[ORACLE])
+    squared = {
+        way: [_mean_square(a, b) for a, b in zip(values[way], values[ORACLE], strict=True)]
+        for way in (EXPANDED, *JUDGED)
+    }
+    checks = []
+    for way in JUDGED:
+        ratio, limit = _ratio(squared[way], squared[EXPANDED], floors, _roundings(log_probs.changes))
+        checks.append(Check(name=f"log-probs of the {way}: RMS error over expanded's", value=ratio, limit=limit))
+    return checks
+
+
 def _kind_errors(
-    kind: str,
-    way: str,
-    names: Sequence[str],
-    squared_errors: SquaredErrors,
-    squares: dict[str, list[float]],
-    baseline: str,
-    floor: float,
+    kind: str, way: Way, gradients: Mapping[str, GradientErrors], baseline: Way, floor: float, epsilon: float
 ) -> KindErrors:
-    reference = [sum(draw) for draw in zip(*(squares[name] for name in names), strict=True)]
-    pooled = {
-        one: [sum(draw) for draw in zip(*(squared_errors[name][one] for name in names), strict=True)]
-        for one in squared_errors[names[0]]
-    }
-    relative = {one: _relative(errors, reference, 0.0) for one, errors in pooled.items()}
-    ratio, limit = _ratio(*(_relative(pooled[one], reference, floor) for one in (way, baseline)))
-    single = {
-        name: _ratio(*(_relative(squared_errors[name][one], squares[name], floor) for one in (way, baseline)))[0]
-        for name in names
-    }
-    worst = max(names, key=lambda name: math.inf if math.isnan(single[name]) else single[name])
+    pooled = _pooled(kind, list(gradients.values()))
+    relative = _relative(pooled, epsilon)
+    ratio, limit = _gradient_ratio(pooled, way, baseline, floor, epsilon)
+    single = {name: _gradient_ratio(one, way, baseline, floor, epsilon)[0] for name, one in gradients.items()}
+    worst = max(single, key=lambda name: math.inf if math.isnan(single[name]) else single[name])
     return KindErrors(
         kind=kind,
-        num_tensors=len(names),
+        num_tensors=len(gradients),
         way=way,
-        errors={way: math.sqrt(sum(draws) / len(draws)) for way, draws in relative.items()},
+        errors={one: math.sqrt(_mean(draws)) for one, draws in relative.items()},
         ratio=ratio,
         limit=limit,
         worst=worst,
@@ -238,25 +256,92 @@ def _kind_errors(
     )
 
 
-def _relative(errors: Sequence[float], squares: Sequence[float], floor: float) -> list[float]:
-    """Squared errors over the reference's squares, a draw, at least ``floor`` squared."""
-    return [
-        max(error / square, floor**2) if square else (floor**2 if error == 0 else math.inf)
-        for error, square in zip(errors, squares, strict=True)
-    ]
+def _pooled(kind: str, gradients: Sequence[GradientErrors]) -> GradientErrors:
+    """All entries of several parameters taken for one."""
+    return GradientErrors(
+        kind=kind,
+        squares=_sums([one.squares for one in gradients]),
+        errors={way: _sums([one.errors[way] for one in gradients]) for way in gradients[0].errors},
+        changes=_sums([one.changes for one in gradients]),
+    )
 
 
-def _ratio(tree: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
-    """The ratio of RMS errors over all draws, and its limit from the jackknife of that ratio over the draws."""
+def _gradient_ratio(
+    gradient: GradientErrors, way: Way, baseline: Way, floor: float, epsilon: float
+) -> tuple[float, float]:
+    relative = _relative(gradient, epsilon)
+    floors = [floor**2] * len(gradient.squares)
+    return _ratio(relative[way], relative[baseline], floors, relative.get(ROUNDED, []))
+
+
+def _relative(gradient: GradientErrors, epsilon: float) -> dict[Way, list[float]]:
+    """Squared errors over the square of the gradient's scale, per draw, and those of roundings where known.
+
+    The scale is the reference itself. But if moving every number by epsilon changes it by more than that, it is zero
+    in theory, or lost: then the scale is the change over epsilon, the size of what was summed.
+    """
+    scales = gradient.squares
+    errors = dict(gradient.errors)
+    if gradient.changes:
+        errors[ROUNDED] = _roundings(gradient.changes)
+        scales = [
+            square if square > change else change / epsilon**2
+            for square, change in zip(scales, gradient.changes, strict=True)
+        ]
+    return {
+        way: [
+            error / scale if scale else (0.0 if error == 0 else math.inf)
+            for error, scale in zip(draws, scales, strict=True)
+        ]
+        for way, draws in errors.items()
+    }
+
+
+def _ratio(
+    tree: Sequence[float], baseline: Sequence[float], floors: Sequence[float], roundings: Sequence[float]
+) -> tuple[float, float]:
+    """The ratio of RMS errors over all draws, and its limit from the jackknife of that ratio over the draws.
+
+    Args:
+        tree: squared errors, per draw.
+        baseline: likewise.
+        floors: that are nobody's error, per draw.
+        roundings: what roundings at random do, per draw, nobody's error either; empty if that is not known.
+    """
+    tree, baseline = _at_least(tree, floors), _at_least(baseline, floors)
+    limit = _limit(tree, baseline)
+    if roundings:
+        tree, baseline = _at_least(tree, roundings), _at_least(baseline, roundings)
+    return math.sqrt(sum(tree) / sum(baseline)), limit
+
+
+def _limit(tree: Sequence[float], baseline: Sequence[float]) -> float:
     total, base, count = sum(tree), sum(baseline), len(tree)
-    ratio = math.sqrt(total / base)
-    if count == 1 or not math.isfinite(ratio):
-        return ratio, SINGLE_FACTOR
+    if count == 1 or not math.isfinite(total / base):
+        return SINGLE_FACTOR
     logs = [math.log((total - a) / (base - b)) / 2 for a, b in zip(tree, baseline, strict=True)]
     mean = sum(logs) / count
     scatter = math.sqrt((count - 1) / count * sum((value - mean) ** 2 for value in logs))
     allowed = scatter * STUDENT_T[min(count, len(STUDENT_T)) - 1]
-    return ratio, min(SINGLE_FACTOR, POOLED_FACTOR * math.exp(min(allowed, 10.0)))
+    return min(SINGLE_FACTOR, POOLED_FACTOR * math.exp(min(allowed, 10.0)))
+
+
+def _roundings(changes: Sequence[float]) -> list[float]:
+    """What roundings do, squared, where moves of epsilon make these squared changes."""
+    return [ROUNDING_PER_MOVE**2 * change for change in changes]
+
+
+def _at_least(values: Sequence[float], floors: Sequence[float]) -> list[float]:
+    """The larger of each two; a NaN stays one."""
+    return [max(value, floor) for value, floor in zip(values, floors, strict=True)]
+
+
+def _sums(per_draw: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(draw) for draw in zip(*per_draw, strict=True)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> Difference:

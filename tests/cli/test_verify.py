@@ -146,3 +146,46 @@ def test_report_counts_what_is_shared(models, rollouts, tmp_path, capsys):
     arguments = ("--model", models / "qwen3_5_text", "--draws", 1, "--no-oracle")
     assert "NOTHING IS SHARED" in run(*arguments, alone, capsys=capsys)[1].out
     assert "NOTHING IS SHARED" not in run(*arguments, rollouts, capsys=capsys)[1].out
+
+
+@pytest.mark.parametrize("output", ["rollouts", "model/config.json", "model", "link"])
+def test_outputs_that_are_inputs(output, models, rollouts, tmp_path, monkeypatch, capsys):
+    """``--json`` over the rollouts or the model's files is refused before anything is read, and they stay."""
+    monkeypatch.setattr("harts_hf.cli.verify.load_model", lambda *_, **__: pytest.fail("the work has begun"))
+    model = models / "qwen3_5_text"
+    (tmp_path / "link").symlink_to(rollouts)
+    path = {"rollouts": rollouts, "model/config.json": model / "config.json", "model": model}.get(
+        output, tmp_path / "link"
+    )
+    before = rollouts.read_bytes(), (model / "config.json").read_bytes()
+    status, printed = run("--model", model, rollouts, "--json", path, capsys=capsys)
+    assert status == 2 and "expected an output that is no input" in printed.err
+    assert (rollouts.read_bytes(), (model / "config.json").read_bytes()) == before
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress(is_terminal, models, rollouts, monkeypatch, capsys):
+    """A line that changes on a terminal; elsewhere the first step and one step in so many seconds."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    arguments = ("--model", models / "qwen3_5_text", rollouts, "--max-tokens", 300, "--no-oracle")
+    monkeypatch.setattr("harts_hf.cli.verify.SECONDS_PER_LINE", 1e6)
+    error = run(*arguments, "--draws", 2, capsys=capsys)[1].err
+    if is_terminal:
+        assert error.count("\r") >= 20 and "\rdraw 2 of 2: tree in parts" in error and "\n" not in error
+    else:
+        assert error == "harts verify: draw 1 of 2: expanded\n"
+        monkeypatch.setattr("harts_hf.cli.verify.SECONDS_PER_LINE", 0)
+        lines = run(*arguments, "--draws", 1, capsys=capsys)[1].err.splitlines()
+        assert lines[-1] == "harts verify: draw 1 of 1: tree in parts" and len(lines) == 5
+
+
+def test_rollouts_that_predict_nothing_and_models_of_nan(models, rollouts, tmp_path, capsys):
+    """One line and exit status 2."""
+    (tmp_path / "one.jsonl").write_text('{"group": 0, "token_ids": [5]}\n')
+    status, output = run("--model", models / "qwen3_5_text", tmp_path / "one.jsonl", capsys=capsys)
+    assert status == 2 and "at least two tokens, got none: there is nothing to predict" in output.err
+    model = tiny_model("qwen3_5_text")
+    model.lm_head.weight.data[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "nan")
+    status, output = run("--model", tmp_path / "nan", rollouts, capsys=capsys)
+    assert status == 2 and "got NaN or infinity in lm_head.weight" in output.err

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from harts_hf.verify.widening import float64_everywhere as float64_everywhere
+from harts_hf.verify.oracle import float64_everywhere as float64_everywhere
 
 
 def trajectory_log_probs(model: nn.Module, tokens: np.ndarray, temperature: float = 1.0) -> torch.Tensor:

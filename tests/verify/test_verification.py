@@ -1,8 +1,8 @@
-"""The parts of verification: sampling, kinds of parameters, the ways of computing, and the limits."""
+"""The parts of verification: draws, kinds of parameters, the ways of computing, and the limits."""
 
 import inspect
 import math
-from functools import wraps
+from functools import partial, wraps
 
 import numpy as np
 import pytest
@@ -14,11 +14,12 @@ from support.trees import branching, random_trajectories
 from harts_hf import RolloutTree
 from harts_hf.forest import random_tokens
 from harts_hf.modeling.families import family_of
+from harts_hf.verify import comparison, verify
+from harts_hf.verify.draws import draw_trajectories
 from harts_hf.verify.kinds import parameter_kinds
-from harts_hf.verify.measuring import measure_expanded
-from harts_hf.verify.sampling import sample_trajectories
-from harts_hf.verify.verdict import AGAIN, BATCHED, EXPANDED, JUDGED, ORACLE, TREE, judge
-from harts_hf.verify.verification import verify
+from harts_hf.verify.roundings import RandomRoundings
+from harts_hf.verify.verdict import GradientErrors, LogProbs, judge
+from harts_hf.verify.ways import AGAIN, BATCHED, EXPANDED, JUDGED, ORACLE, ROUNDED, TREE, measure_expanded
 
 
 def trees(count: int = 4) -> list[RolloutTree]:
@@ -30,12 +31,12 @@ def test_whole_groups_are_taken_while_they_fit():
     """Every trajectory of a taken group is there, and the budget holds; the seed decides."""
     groups = trees()
     budget = sum(tree.num_expanded_tokens for tree in groups[:2])
-    samples = [sample_trajectories(groups, max_tokens=budget, vocab_size=VOCAB, seed=seed) for seed in (0, 0, 1)]
-    for sample in samples:
-        assert sum(map(len, sample.trajectories)) <= budget
-        assert not sample.is_cut and not sample.is_filled
-        assert len(sample.trajectories) == 7 * sample.num_groups
-    as_lists = [[row.tolist() for row in sample.trajectories] for sample in samples]
+    draws = [draw_trajectories(groups, max_tokens=budget, vocab_size=VOCAB, seed=seed) for seed in (0, 0, 1)]
+    for draw in draws:
+        assert sum(map(len, draw.trajectories)) <= budget
+        assert not draw.is_cut and not draw.is_filled
+        assert len(draw.trajectories) == 7 * draw.num_groups
+    as_lists = [[row.tolist() for row in draw.trajectories] for draw in draws]
     assert as_lists[0] == as_lists[1] != as_lists[2]
 
 
@@ -44,11 +45,11 @@ def test_a_group_that_does_not_fit_is_cut_around_a_branch(budget):
     """Neighbours are cut to windows: within the budget, at least two tokens each, and sharing where there is room."""
     trunk = np.arange(500) % 40
     rows = [np.concatenate([trunk, [40 + i], trunk[: 30 * i]]) for i in range(4)]
-    sample = sample_trajectories([RolloutTree.from_trajectories(rows)], max_tokens=budget, vocab_size=VOCAB)
-    assert sample.is_cut and sum(map(len, sample.trajectories)) <= budget
-    assert all(len(row) > 1 for row in sample.trajectories)
+    draw = draw_trajectories([RolloutTree.from_trajectories(rows)], max_tokens=budget, vocab_size=VOCAB)
+    assert draw.is_cut and sum(map(len, draw.trajectories)) <= budget
+    assert all(len(row) > 1 for row in draw.trajectories)
     if budget == 150:
-        tree = RolloutTree.from_trajectories(sample.trajectories)
+        tree = RolloutTree.from_trajectories(draw.trajectories)
         assert tree.num_children.max() > 1 and tree.sharing_ratio > 1.3
 
 
@@ -123,6 +124,104 @@ def test_the_model_is_left_as_it_was():
         assert parameter.grad is None and torch.equal(parameter, before[name])
 
 
+@pytest.mark.parametrize("with_oracle", [True, False])
+@pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_5_text"])
+def test_gradients_that_are_zero_in_theory(family, with_oracle):
+    """Where each query sees one key, expanded's gradient of queries and keys is 0 and the tree's a rounding: PASS."""
+    steps = set()
+    rows = [np.array([3, 4]), np.array([5, 6])]
+    model = tiny_model(family)
+    if family == "bailing_hybrid":
+        model.set_experts_implementation("grouped_mm")  # as loaded models have it: experts' numbers are held as floats
+    verdict = verify(model, [rows], with_oracle=with_oracle, progress=lambda _, way: steps.add(way))
+    assert verdict.passed, verdict.failures
+    assert ROUNDED in steps and all(math.isfinite(kind.errors[ROUNDED]) for kind in verdict.kinds)
+
+
+@pytest.mark.parametrize("size", [1e-4, math.nan])
+def test_a_small_wrong_gradient_on_short_rollouts(size, monkeypatch):
+    """A relative error of 1e-4 in one gradient is far above roundings, on two trajectories of two tokens too."""
+
+    def measure(original, *arguments):
+        measured = original(*arguments)
+        measured.gradients["model.layers.0.linear_attn.out_proj.weight"].mul_(1 + size)
+        return measured
+
+    monkeypatch.setattr(comparison, "measure_tree", partial(measure, comparison.measure_tree))
+    verdict = verify(tiny_model("qwen3_5_text"), [[np.array([3, 4]), np.array([5, 6])]])
+    assert {check.name for check in verdict.failures} >= {
+        f"gradient of model.layers.0.linear_attn.out_proj.weight on the {way}" for way in JUDGED
+    }
+
+
+def test_a_wrong_gradient_that_is_zero_in_theory(monkeypatch):
+    """A thousandth of a usual gradient where there should be none is no rounding."""
+
+    def measure(original, *arguments):
+        measured = original(*arguments)
+        measured.gradients["model.layers.1.self_attn.q_norm.weight"].add_(
+            1e-3 * measured.gradients["model.norm.weight"][:16]
+        )
+        return measured
+
+    monkeypatch.setattr(comparison, "measure_tree", partial(measure, comparison.measure_tree))
+    verdict = verify(tiny_model("qwen3_5_text"), [[np.array([3, 4]), np.array([5, 6])]])
+    assert "gradient of model.layers.1.self_attn.q_norm.weight on the tree" in {one.name for one in verdict.failures}
+
+
+def test_roundings_at_random():
+    """A difference of equal sums has the scatter of its terms' roundings; zeros, copies and integers stay."""
+    x = torch.full((1000,), 3.0)
+    with RandomRoundings(x.device, seed=0):
+        difference = x * 5 - x * 5
+        exact = torch.cat([x, torch.zeros(3) * x[:3], torch.arange(3).float()])
+        counts = torch.histc(torch.arange(4).float(), bins=4, min=0, max=3)
+    assert torch.equal(exact, torch.cat([x, torch.zeros(3), torch.arange(3).float()]))
+    assert counts.tolist() == [1, 1, 1, 1]
+    # Each product is moved when it is made and when it is read.
+    expected = 15 * torch.finfo(torch.float32).eps * 2
+    assert 0.8 * expected < difference.square().mean().sqrt() < 1.25 * expected
+    assert not (x * 5 - x * 5).any()
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.linear_attn.A_log"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_models_that_are_not_finite(name, value):
+    """Refused by name before anything is computed."""
+    model = tiny_model("qwen3_5_text")
+    model.get_parameter(name).data.view(-1)[0] = value
+    with pytest.raises(ValueError, match=f"to be finite, got NaN or infinity in {name}"):
+        verify(model, [branching(3, vocab=VOCAB)], progress=lambda *_: pytest.fail("the work has begun"))
+
+
+def test_models_that_compute_infinity():
+    """Finite parameters may overflow all the same: there is nothing to compare with."""
+    model = tiny_model("qwen3_5_text")
+    model.lm_head.weight.data.mul_(1e38)
+    with pytest.raises(ValueError, match="results of the unpatched model to be finite, got NaN or infinity in "):
+        verify(model, [branching(3, vocab=VOCAB)])
+
+
+@pytest.mark.parametrize("draws", [[], [[]], [[np.arange(3), np.arange(1)]]])
+def test_draws_that_predict_nothing(draws):
+    """No draw, an empty one, a trajectory of one token."""
+    with pytest.raises(ValueError, match=r"expected at least one draw|expected trajectories of at least two tokens"):
+        verify(tiny_model("qwen3_5_text"), draws)
+
+
+@pytest.mark.parametrize("budget", [2, 6, 1000])
+def test_trajectories_of_one_token_are_left_out(budget):
+    """They predict nothing, whole or cut, and groups of nothing else neither fill a draw nor empty it."""
+    single = RolloutTree.from_trajectories([[5], [5]])
+    mixed = RolloutTree.from_trajectories([[7], *([7, i, *range(3, 40)] for i in range(2)), [9]])
+    for seed in range(5):
+        draw = draw_trajectories([single, mixed], max_tokens=budget, vocab_size=VOCAB, seed=seed)
+        assert draw.trajectories and all(len(row) > 1 for row in draw.trajectories)
+        assert draw.is_cut == (budget < 1000)
+    with pytest.raises(ValueError, match="expected a trajectory of at least two tokens, got none"):
+        draw_trajectories([single], max_tokens=budget, vocab_size=VOCAB)
+
+
 def test_draws_of_the_same_trajectories_count_as_one():
     """Weights alone make no independent draw: the limits stay those of a single one."""
     rows, others = branching(3, vocab=VOCAB), branching(2, vocab=VOCAB, seed=1)
@@ -141,11 +240,14 @@ def verdict_of(way: str, tree: list[float], expanded: list[float], *, log_prob_e
     errors = dict.fromkeys((EXPANDED, AGAIN, BATCHED, *JUDGED), 1e-7) | {way: log_prob_error, ORACLE: 0.0}
     log_probs = {one: [exact + error for _ in tree] for one, error in errors.items()}
     squared = dict.fromkeys((EXPANDED, AGAIN, BATCHED, *JUDGED), expanded) | {way: tree}
+    gradient = GradientErrors(
+        kind="norms",
+        squares=[1.0] * len(tree),
+        errors={one: [value**2 for value in values] for one, values in squared.items()},
+    )
     return judge(
-        log_probs,
-        {"weight": {one: [value**2 for value in values] for one, values in squared.items()}},
-        {"weight": [1.0] * len(tree)},
-        {"weight": "norms"},
+        LogProbs(values=log_probs),
+        {"weight": gradient},
         epsilon=1.2e-7,
         num_layers=3,
     )

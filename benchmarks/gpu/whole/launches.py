@@ -50,7 +50,7 @@ def main(options: argparse.Namespace) -> None:
     from benchmarks.gpu.trees import bush, draw_tokens
     from benchmarks.gpu.whole.models import configuration
     from harts_hf import PlannerConfig
-    from harts_hf.verify.verification import verify
+    from harts_hf.verify import verify
 
     fla.utils.hardware.get_all_max_shared_mem = lambda: {None: hopper.SHARED_MEMORY}  # by the index of a CPU device
     take_gpu_path()

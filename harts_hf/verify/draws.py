@@ -1,4 +1,4 @@
-"""A part of a rollout file that is small enough to be computed in several ways, with its sharing kept."""
+"""Draws: parts of a rollout file that are small enough to be computed in several ways, with their sharing kept."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _PART = 8
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Sample:
+class Draw:
     """Trajectories drawn from groups.
 
     Attributes:
@@ -29,17 +29,18 @@ class Sample:
     is_filled: bool
 
 
-def sample_trajectories(trees: Sequence[RolloutTree], *, max_tokens: int, vocab_size: int, seed: int = 0) -> Sample:
+def draw_trajectories(trees: Sequence[RolloutTree], *, max_tokens: int, vocab_size: int, seed: int = 0) -> Draw:
     """Draws whole groups, in random order but those with branches first, while they fit into ``max_tokens``.
 
     If no group fits, a part of the group that shares most: neighbours in the tree, each cut to a window around the
-    first branch between them (positions then count from the window's start).
+    first branch between them (positions then count from the window's start). Trajectories of one token predict
+    nothing and are left out.
 
     Args:
-        trees: a tree a group; without token ids they are filled by :func:`harts_hf.forest.random_tokens`.
+        trees: one per group; without token ids they are filled by :func:`harts_hf.forest.random_tokens`.
         max_tokens: expanded tokens, at least 2.
         vocab_size: of the model.
-        seed: of the draws; the same arguments give the same sample.
+        seed: of the draw; the same arguments give the same one.
 
     Raises:
         ValueError: token ids outside the vocabulary, or no trajectory of at least two tokens.
@@ -47,25 +48,26 @@ def sample_trajectories(trees: Sequence[RolloutTree], *, max_tokens: int, vocab_
     rng = np.random.default_rng(seed)
     if max_tokens < 2:
         raise ValueError(f"expected max_tokens of at least 2, got {max_tokens}")
+    trees = [tree for tree in trees if tree.depth.any()]  # else no trajectory has a second token
+    if not trees:
+        raise ValueError("expected a trajectory of at least two tokens, got none: there is nothing to predict")
     whole: list[RolloutTree] = []
     left = max_tokens
     order = rng.permutation(len(trees)).tolist()
-    for number in sorted(order, key=lambda number: not (trees[number].num_children > 1).any()):
-        if trees[number].num_expanded_tokens <= left:
-            whole.append(trees[number])
-            left -= trees[number].num_expanded_tokens
+    for index in sorted(order, key=lambda index: not (trees[index].num_children > 1).any()):
+        if trees[index].num_expanded_tokens <= left:
+            whole.append(trees[index])
+            left -= trees[index].num_expanded_tokens
     chosen = whole or [max(trees, key=lambda tree: tree.sharing_ratio)]
     trajectories: list[IntArray] = []
     for tree in chosen:
         tokens = tree.token_ids if tree.has_token_ids else random_tokens(tree, vocab_size, rng)
-        paths = [tree.path(i) for i in range(tree.num_trajectories)] if whole else _part(tree, max_tokens, rng)
-        trajectories += [tokens[path] for path in paths if len(path) > 1]
-    if not trajectories:
-        raise ValueError("expected a trajectory of at least two tokens, got none: there is nothing to predict")
+        paths = _paths(tree) if whole else _part(tree, max_tokens, rng)
+        trajectories += [tokens[path] for path in paths]
     largest = max(int(tokens.max()) for tokens in trajectories)
     if largest >= vocab_size:
         raise ValueError(f"expected token ids below the vocabulary size {vocab_size}, got {largest}")
-    return Sample(
+    return Draw(
         trajectories=tuple(trajectories),
         num_groups=len(chosen),
         is_cut=not whole,
@@ -73,12 +75,17 @@ def sample_trajectories(trees: Sequence[RolloutTree], *, max_tokens: int, vocab_
     )
 
 
+def _paths(tree: RolloutTree) -> list[IntArray]:
+    """Rows of the trajectories that predict something, in the file's order."""
+    return [tree.path(i) for i in range(tree.num_trajectories) if tree.depth[tree.end_rows[i]] > 0]
+
+
 def _part(tree: RolloutTree, max_tokens: int, rng: np.random.Generator) -> list[IntArray]:
     """Windows of paths of neighbouring trajectories, at most ``max_tokens`` rows together."""
-    count = max(1, min(_PART, tree.num_trajectories, max_tokens // 2))
-    first = int(rng.integers(tree.num_trajectories - count + 1))
-    in_preorder = np.argsort(tree.end_rows, kind="stable")
-    paths = [tree.path(int(i)) for i in in_preorder[first : first + count]]
+    paths = sorted(_paths(tree), key=lambda path: int(path[-1]))  # in preorder
+    count = max(1, min(_PART, len(paths), max_tokens // 2))
+    first = int(rng.integers(len(paths) - count + 1))
+    paths = paths[first : first + count]
     length = max_tokens // count
     start = 0
     if max(map(len, paths)) > length:

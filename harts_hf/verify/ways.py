@@ -1,10 +1,8 @@
-"""Log-probs and gradients of trajectories computed in several ways on one model."""
+"""The ways of computing log-probs and gradients of trajectories on one model."""
 
-import copy
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Final, Literal
 
 import torch
 from torch import nn
@@ -13,11 +11,23 @@ from harts_hf.modeling import patch, unpatch
 from harts_hf.planner import PlannerConfig
 from harts_hf.runtime.functional import tree_logprobs
 from harts_hf.tree import IntArray
-from harts_hf.verify.widening import float64_everywhere
+from harts_hf.verify.oracle import float64_everywhere
+from harts_hf.verify.roundings import RandomRoundings
+
+Way = Literal[
+    "expanded", "expanded again", "expanded re-batched", "expanded, rounded", "tree", "tree in parts", "oracle"
+]
+EXPANDED: Final = "expanded"
+AGAIN: Final = "expanded again"
+BATCHED: Final = "expanded re-batched"
+ROUNDED: Final = "expanded, rounded"
+TREE: Final = "tree"
+PARTS: Final = "tree in parts"
+ORACLE: Final = "oracle"
+# The ways that are judged.
+JUDGED: tuple[Way, ...] = (TREE, PARTS)
 
 Gradients = dict[str, torch.Tensor]
-# Bytes a parameter that the oracle holds: itself, a gradient and a sum of gradients, in float64.
-_ORACLE_BYTES = 24
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,11 +73,11 @@ def measure_expanded(
     sums: Gradients = {}
     log_probs: dict[int, torch.Tensor] = {}
     for start in range(0, len(order), batch_size):
-        numbers = order[start : start + batch_size]
-        rows = [trajectories[i] for i in numbers]
-        part = _measured(model, _expanded_log_probs(model, rows), [weights[i] for i in numbers])
+        indices = order[start : start + batch_size]
+        rows = [trajectories[i] for i in indices]
+        part = _measured(model, _expanded_log_probs(model, rows), [weights[i] for i in indices])
         split = part.log_probs.split([len(row) - 1 for row in rows])
-        log_probs.update(zip(numbers, split, strict=True))
+        log_probs.update(zip(indices, split, strict=True))
         for name, gradient in part.gradients.items():
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             sums[name] = sums[name] + wide if name in sums else wide
@@ -84,21 +94,12 @@ def measure_oracle(oracle: nn.Module, trajectories: Sequence[IntArray], weights:
         return measure_expanded(oracle, trajectories, weights)
 
 
-def build_oracle(model: nn.Module) -> nn.Module | None:
-    """A float64 copy of an unpatched model, or None if it does not fit into memory."""
-    needed = sum(parameter.numel() for parameter in model.parameters()) * _ORACLE_BYTES
-    if 1.5 * needed > _free_bytes(next(model.parameters()).device):
-        return None
-    oracle: Any = copy.deepcopy(model).double()
-    if hasattr(oracle, "set_experts_implementation"):
-        oracle.set_experts_implementation("eager")  # grouped products refuse float64
-    return oracle
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+def measure_rounded(
+    model: nn.Module, trajectories: Sequence[IntArray], weights: Sequence[torch.Tensor], *, seed: int
+) -> Measured:
+    """The expanded computation with every number moved at random: see :class:`RandomRoundings`."""
+    with RandomRoundings(next(model.parameters()).device, seed):
+        return measure_expanded(model, trajectories, weights)
 
 
 def _expanded_log_probs(model: nn.Module, rows: Sequence[IntArray]) -> list[torch.Tensor]:
@@ -107,9 +108,9 @@ def _expanded_log_probs(model: nn.Module, rows: Sequence[IntArray]) -> list[torc
     longest = max(map(len, rows))
     ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)
-    for number, row in enumerate(rows):
-        ids[number, : len(row)] = torch.from_numpy(row.copy())
-        mask[number, : len(row)] = 1
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = torch.from_numpy(row.copy())
+        mask[index, : len(row)] = 1
     ids, mask = ids.to(device), mask.to(device)
     padding = {} if len(rows) == 1 else {"attention_mask": mask}
     logits = model(input_ids=ids, use_cache=False, **padding).logits

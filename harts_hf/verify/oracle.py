@@ -1,6 +1,8 @@
-"""float64 for both sides of a comparison: Transformers' modeling code casts to float32 in many places."""
+"""The oracle: a model in float64, with the many float32 casts of Transformers' modeling code lifted."""
 
+import copy
 import inspect
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,20 @@ from torch import nn
 from harts_hf.modeling.families import family_of
 from harts_hf.modeling.mixers import CONV_FUNCTION
 from harts_hf.modeling.patching import causal_lm_of
+
+# Bytes per parameter that the oracle holds: itself, a gradient and a sum of gradients, in float64.
+_ORACLE_BYTES = 24
+
+
+def build_oracle(model: nn.Module) -> nn.Module | None:
+    """A float64 copy of an unpatched model, or None if it does not fit into memory."""
+    needed = sum(parameter.numel() for parameter in model.parameters()) * _ORACLE_BYTES
+    if 1.5 * needed > _free_bytes(next(model.parameters()).device):
+        return None
+    oracle: Any = copy.deepcopy(model).double()
+    if hasattr(oracle, "set_experts_implementation"):
+        oracle.set_experts_implementation("eager")  # grouped products refuse float64
+    return oracle
 
 
 class _WideTorch(ModuleType):
@@ -53,3 +69,9 @@ def float64_everywhere(model: nn.Module) -> Iterator[None]:
         for name, value in stock.items():
             setattr(module, name, value)
         torch.Tensor.float = stock_float  # type: ignore[method-assign]
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
