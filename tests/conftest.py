@@ -1,12 +1,10 @@
 """Fixtures for all tests."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from shared_data import data_folder
 
 # Before anything imports Triton, which reads it then: without a GPU, kernels run in Triton's interpreter.
 if not torch.cuda.is_available():
@@ -16,12 +14,6 @@ if not torch.cuda.is_available():
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", settings.get_profile("repeatable"), derandomize=False, print_blob=True)
 settings.load_profile("repeatable")
-
-
-@pytest.fixture(scope="session")
-def data_dir() -> Path:
-    """The folder of real rollouts; missing data fails under CI and skips elsewhere."""
-    return data_folder()
 
 
 @pytest.fixture(autouse=True)

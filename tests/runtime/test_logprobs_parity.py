@@ -42,9 +42,9 @@ def test_cuts_that_compute_prefixes_again(family, budget):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("name", "group"), [("lats_webshop", 0), ("tot_game24", 3), ("vmcts_dafny_bst", 1)])
-def test_real_tree(family, name, group, data_dir):
+def test_real_tree(family, name, group):
     """Real rollout trees, cut to size."""
-    rows = real_trajectories(data_dir, name, group=group, vocab=VOCAB, max_tokens=160)
+    rows = real_trajectories(name, group=group, vocab=VOCAB, max_tokens=160)
     check_parity(tiny_model(family, dtype=torch.float64), rows[:: max(1, len(rows) // 10)])
 
 

@@ -60,9 +60,9 @@ def test_any_valid_schedule(family, execution, seed, checkpointing, pieces):
 
 
 @pytest.mark.parametrize("name", ["miniswe_b_drop", "tau_airline_a"])
-def test_real_trees(name, data_dir):
+def test_real_trees(name):
     """Spines of forks and long shared prompts, cut to size."""
-    rows = real_trajectories(data_dir, name, group=0, vocab=VOCAB, max_tokens=400)
+    rows = real_trajectories(name, group=0, vocab=VOCAB, max_tokens=400)
     check_parity(tiny_model("bailing_hybrid", dtype=torch.float64), rows[:6], planner(96))
 
 
