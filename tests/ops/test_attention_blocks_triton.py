@@ -81,7 +81,9 @@ def test_flex_block_mask_has_the_same_tiles():
 @pytest.mark.parametrize(("handed", "tile"), [(0, (16, 10)), (1, (64, 96)), (37, (16, 16)), (128, (128, 80))])
 def test_triton_builds_the_same_lists(by_key: bool, handed: int, tile: tuple[int, int]):
     """The kernels give the readable form's lists entry for entry, zeros past the counts included."""
-    triton_blocks = pytest.importorskip("harts_hf.kernels.attention.triton_blocks")
+    pytest.importorskip("triton")
+    from harts_hf.kernels.attention import triton_blocks
+
     intervals, rows = intervals_of(handed, handed)
     got = triton_blocks.build_lists(intervals, rows, tile, by_key=by_key)
     for one, other in zip(got, lists_by_torch(intervals, rows, tile, by_key=by_key), strict=True):
@@ -91,7 +93,9 @@ def test_triton_builds_the_same_lists(by_key: bool, handed: int, tile: tuple[int
 @pytest.mark.parametrize("by_key", [False, True])
 def test_triton_walks_long_lists_in_parts(by_key: bool, monkeypatch: pytest.MonkeyPatch):
     """Counts go on from part to part of a list; one key; a block past the last key; trees that end where tiles do."""
-    triton_blocks = pytest.importorskip("harts_hf.kernels.attention.triton_blocks")
+    pytest.importorskip("triton")
+    from harts_hf.kernels.attention import triton_blocks
+
     monkeypatch.setattr(triton_blocks, "_BLOCK", 4)
     one = AttentionIntervals(lo=torch.zeros(1, dtype=torch.int32), hi=torch.ones(1, dtype=torch.int32))
     seen_by_all = AttentionIntervals(
