@@ -17,7 +17,7 @@ def rollouts(tmp_path_factory):
     """The shapes of two real groups with random tokens, cut to size, as a rollout file."""
     path = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
     lines = []
-    for name, group in (("vmcts_dafny_bst", 1), ("lats_webshop", 0)):
+    for name, group in (("tot_game24", 3), ("lats_webshop", 0)):
         rows = real_trajectories(name, group=group, vocab=VOCAB, max_tokens=140)
         chosen = rows[:: max(1, len(rows) // 5)][:5]
         lines += [json.dumps({"group": name, "token_ids": row.tolist()}) for row in chosen]
