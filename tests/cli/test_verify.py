@@ -40,6 +40,7 @@ def run(*arguments, capsys):
     return status, capsys.readouterr()
 
 
+@pytest.mark.essential("bailing_hybrid-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_5_text"])
 def test_passes_on_real_rollouts(family, dtype, models, rollouts, tmp_path, capsys):
@@ -64,6 +65,9 @@ def test_passes_on_real_rollouts(family, dtype, models, rollouts, tmp_path, caps
 PLANTS = [planted.sequential_positions, planted.one_label_per_row, planted.conv_over_branches]
 
 
+@pytest.mark.essential(
+    "one_label_per_row-oracle-True", "replay_one_token_short-oracle-True", "conv_over_branches-oracle-False"
+)
 @pytest.mark.parametrize(
     ("plant", "with_oracle"),
     # A token that is missing 60 positions earlier changes less than what is excused without an oracle.
@@ -102,6 +106,7 @@ def test_a_bug_of_the_handing_over_fails(plant, models, rollouts, monkeypatch, c
     assert "the tree in parts" in output.out.splitlines()[-1]
 
 
+@pytest.mark.essential("file")
 @pytest.mark.parametrize("form", ["file", "folder"])
 def test_shapes_and_configurations(form, tmp_path, capsys):
     """A shape file is filled with tokens, and a configuration with weights; groups that don't fit are cut."""

@@ -77,6 +77,7 @@ def test_flex_block_mask_has_the_same_tiles():
     assert torch.equal(by_key.T, visible)
 
 
+@pytest.mark.essential("37-tile2-True", "128-tile3-False")
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize(("handed", "tile"), [(0, (16, 10)), (1, (64, 96)), (37, (16, 16)), (128, (128, 80))])
 def test_triton_builds_the_same_lists(by_key: bool, handed: int, tile: tuple[int, int]):
@@ -111,6 +112,7 @@ def test_triton_walks_long_lists_in_parts(by_key: bool, monkeypatch: pytest.Monk
             assert torch.equal(found, wanted)
 
 
+@pytest.mark.exhaustive
 def test_list_kernels_compile_for_hopper():
     """All three kernels, at a tile with a block of keys that is no power of two."""
     pytest.importorskip("triton")
@@ -128,6 +130,7 @@ for kernel in (kernels._extremes, kernels._fill_by_query, kernels._fill_by_key):
     assert printed.split() == ["True"] * 3
 
 
+@pytest.mark.exhaustive
 def test_any_size_compiles_once():
     """Lists of one block, of many, and of sizes that 16 divides are launched, for Hopper, with one kernel each."""
     printed = compile_for_hopper(

@@ -93,7 +93,13 @@ def cases() -> Iterator[tuple[list, AttentionIntervals, BlockMask]]:
     yield tensors, intervals, flex.block_mask(intervals, 28)
 
 
-@pytest.mark.parametrize("options", [flex._OPTIONS, flex._OPTIONS | flex._FLOAT32_OPTIONS], ids=["own", "float32"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(flex._OPTIONS, id="own"),
+        pytest.param(flex._OPTIONS | flex._FLOAT32_OPTIONS, id="float32", marks=pytest.mark.slow),
+    ],
+)
 def test_pytorchs_forward_on_our_lists(options: dict[str, Any], tmp_path: Path):
     """No row is NaN."""
     pytest.importorskip("triton")
@@ -106,6 +112,7 @@ def test_pytorchs_forward_on_our_lists(options: dict[str, Any], tmp_path: Path):
         assert (found - expected).abs().max() < TOLERANCE, f"case {number}"
 
 
+@pytest.mark.slow
 def test_pytorchs_backward_on_our_lists(tmp_path: Path):
     """With the blocks that PyTorch takes on Hopper for bfloat16, up to a head dim of 128 and above."""
     pytest.importorskip("triton")

@@ -125,6 +125,7 @@ def test_the_model_is_left_as_it_was():
         assert parameter.grad is None and torch.equal(parameter, before[name])
 
 
+@pytest.mark.exhaustive
 def test_draws_of_the_same_trajectories_count_as_one():
     """Weights alone make no independent draw: the limits stay those of a single one."""
     rows, others = branching(3, vocab=VOCAB), branching(2, vocab=VOCAB, seed=1)
