@@ -1,11 +1,12 @@
-# `make train` runs the main job on the CPU, `make test` everything that CI runs. Both make .venv first if it is missing.
+# `make train` runs the main job on the CPU, `make test` everything that CI runs, `make test-fast` the tests for between
+# two edits. All make .venv first if it is missing.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 export PYTHONHASHSEED ?= 0
 
-.PHONY: train test lint format clean
+.PHONY: train test test-fast lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +24,9 @@ lint: $(STAMP)
 
 test: lint
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
+
+test-fast: $(STAMP)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 -m "not slow and not exhaustive and not distributed and not gpu"
 
 format: $(STAMP)
 	$(VENV)/bin/ruff format .

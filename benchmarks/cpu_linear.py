@@ -3,7 +3,7 @@
     python benchmarks/cpu_linear.py [--quick] [--out benchmarks/results/cpu_linear.json]
 
 Two cases. ``chain``: one trajectory of 1,024 tokens, the same work on both sides. ``tree``: the first trajectories of
-a real group (shapes of ``vmcts_dafny_bst``, see CONTRIBUTING for the data) as one tree, against one trajectory at a
+a real group (shapes of ``vmcts_dafny_bst``, in examples/shapes) as one tree, against one trajectory at a
 time. A computed token is a row that the rule processes: expanded ones for Transformers, unique and replayed ones for
 the tree; ``speedup`` is whole against whole. CPU times of the process, medians of interleaved runs, forward plus
 backward. Nothing is reported when outputs or gradients disagree.
@@ -12,7 +12,6 @@ backward. Nothing is reported when outputs or gradients disagree.
 import argparse
 import gzip
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -44,8 +43,7 @@ RULES = {
 
 def real_tree(max_trajectories: int) -> RolloutTree:
     """The first trajectories of a group of vmcts_dafny_bst."""
-    folder = Path(os.environ.get("HARTS_DATA") or ROOT.parent / "shared" / "data")
-    with gzip.open(folder / "shapes" / "vmcts_dafny_bst.jsonl.gz", "rt") as lines:
+    with gzip.open(ROOT / "examples" / "shapes" / "vmcts_dafny_bst.jsonl.gz", "rt") as lines:
         group = json.loads(next(lines))
     tree = RolloutTree.from_shape(group["parent"], group["length"], group["sample_node"], sample_tokens(group))
     return RolloutTree.from_trajectories(

@@ -1,12 +1,10 @@
 """Fixtures for all tests."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from shared_data import data_folder
 
 # Before anything imports Triton, which reads it then: without a GPU, kernels run in Triton's interpreter.
 if not torch.cuda.is_available():
@@ -18,10 +16,31 @@ settings.register_profile("explore", settings.get_profile("repeatable"), derando
 settings.load_profile("repeatable")
 
 
-@pytest.fixture(scope="session")
-def data_dir() -> Path:
-    """The folder of real rollouts; missing data fails under CI and skips elsewhere."""
-    return data_folder()
+# What `make test-fast` keeps of tests that run once per family: between them both linear rules, latent and ordinary
+# attention, experts and dense layers.
+FAST_FAMILIES = ("bailing_hybrid", "qwen3_5_text")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks further parameters as exhaustive: those that `essential` does not name, and further families."""
+    named, found = set(), set()
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is None:
+            continue
+        test = item.nodeid.removesuffix(f"[{callspec.id}]")
+        found.add((test, callspec.id))
+        if essential := item.get_closest_marker("essential"):
+            named |= {(test, name) for name in essential.args}
+            further = callspec.id not in essential.args
+        else:
+            further = callspec.params.get("family", FAST_FAMILIES[0]) not in FAST_FAMILIES
+        if further:
+            item.add_marker("exhaustive")
+    # A name that no parameters have any more must not make `make test-fast` smaller in silence.
+    if (unknown := named - found) and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"expected essential parameters that exist, got {sorted(unknown)}")
 
 
 @pytest.fixture(autouse=True)

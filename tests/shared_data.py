@@ -1,15 +1,13 @@
-"""Real rollouts (see CONTRIBUTING): found by HARTS_DATA, else in ../shared/data beside the project."""
+"""Shapes of real rollouts: the files of examples/shapes, described in its README."""
 
 import gzip
 import json
-import os
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from harts_hf.tree import RolloutTree
 
+SHAPES = Path(__file__).resolve().parents[1] / "examples" / "shapes"
 SHAPE_NAMES = (
     "tau_airline_a",
     "tau_airline_b",
@@ -24,19 +22,14 @@ SHAPE_NAMES = (
 )
 
 
-def data_folder() -> Path:
-    """The folder of real rollouts; without it the test fails under CI and is skipped elsewhere."""
-    root = Path(__file__).resolve().parents[1]
-    folder = Path(os.environ.get("HARTS_DATA") or root.parent / "shared" / "data")
-    if not folder.is_dir():
-        message = f"no shared data in {folder}: set HARTS_DATA"
-        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
-    return folder
+def shape_file(name: str) -> Path:
+    """The shape file of a set."""
+    return SHAPES / f"{name}.jsonl.gz"
 
 
 @cache
 def shape_trees(name: str) -> tuple[RolloutTree, ...]:
-    """The trees of one shape file, a group each."""
-    with gzip.open(data_folder() / "shapes" / f"{name}.jsonl.gz", "rt") as lines:
+    """The trees of one shape file, one per group."""
+    with gzip.open(shape_file(name), "rt") as lines:
         groups = [json.loads(line) for line in lines]
     return tuple(RolloutTree.from_shape(group["parent"], group["length"], group["sample_node"]) for group in groups)

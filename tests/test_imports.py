@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,9 @@ def test_public_names() -> None:
         assert getattr(harts_hf, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         harts_hf.nothing  # noqa: B018
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only")
+def test_no_kernel_test_is_skipped() -> None:
+    """Tests of Triton kernels are skipped where there is no Triton: where there can be, there must be."""
+    assert find_spec("triton"), "expected triton, which the extra `test` installs"

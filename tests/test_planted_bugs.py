@@ -221,7 +221,12 @@ def run(case: Case, folder: Path) -> None:
 _PASSED: set[str] = set()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.plant.__name__)
+def marks(case: Case) -> list[pytest.MarkDecorator]:
+    """Bugs that only a training shows take a training each."""
+    return [pytest.mark.exhaustive] if case.file.startswith("trainers/") else []
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.plant.__name__, marks=marks(case)) for case in CASES])
 def test_is_caught(case, tmp_path, monkeypatch):
     """The named test passes as it is and fails with the bug planted."""
     key = f"{case.file} {case.test} {case.arguments}"

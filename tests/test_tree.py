@@ -8,7 +8,7 @@ from strategies import shapes, trajectories
 
 from harts_hf.tree import RolloutTree
 
-# expanded, unique, ratio of shared/data/README.md
+# expanded, unique, ratio of examples/shapes/README.md
 TABLE = {
     "tau_airline_a": (50, 200, 1_313_682, 740_189, 1.77, 13_958),
     "tau_airline_b": (50, 2_454, 13_898_843, 740_189, 18.78, 13_958),

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from shared_data import data_folder
+from shared_data import shape_file
 
 from harts_hf.cli.main import main
 from harts_hf.planner import Schedule
@@ -38,7 +38,7 @@ def test_table(rollouts, capsys):
 
 def test_real_shapes_with_picture_and_json(tmp_path, capsys):
     """The whole command on a real file; the JSON holds the table and a schedule that can be loaded and proven."""
-    path = data_folder() / "shapes" / "lats_webshop.jsonl.gz"
+    path = shape_file("lats_webshop")
     out = tmp_path / "out.json"
     arguments = ["--max-tokens-per-microbatch", "1024", "--world-size", "2", "--verbose"]
     assert main(["plan", str(path), *arguments, "--plot", str(tmp_path / "out.png"), "--json", str(out)]) == 0
@@ -52,7 +52,7 @@ def test_real_shapes_with_picture_and_json(tmp_path, capsys):
 
 def test_many_groups_are_cut_short(capsys):
     """A hundred groups are counted, not listed."""
-    assert main(["plan", str(data_folder() / "shapes" / "tot_game24.jsonl.gz")]) == 0
+    assert main(["plan", str(shape_file("tot_game24"))]) == 0
     assert "... 80 more groups" in capsys.readouterr().out
 
 

@@ -81,6 +81,7 @@ def read_metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.exhaustive
 def test_metrics_of_runs_that_are_resumed_or_begun_again(tmp_path):
     """A resumed run goes on from its checkpoint's metrics and counts them in; a new one begins a new file."""
     folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"

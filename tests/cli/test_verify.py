@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from shared_data import shape_file
 from support import planted, planted_windows
 from support.models import VOCAB, tiny_model
 from support.trees import real_trajectories
@@ -12,12 +13,12 @@ from harts_hf.cli.main import main
 
 
 @pytest.fixture(scope="module")
-def rollouts(tmp_path_factory, data_dir):
-    """Two real groups with their tokens, cut to size, as a rollout file."""
+def rollouts(tmp_path_factory):
+    """The shapes of two real groups with random tokens, cut to size, as a rollout file."""
     path = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
     lines = []
-    for name, group in (("vmcts_dafny_bst", 1), ("lats_webshop", 0)):
-        rows = real_trajectories(data_dir, name, group=group, vocab=VOCAB, max_tokens=140)
+    for name, group in (("tot_game24", 3), ("lats_webshop", 0)):
+        rows = real_trajectories(name, group=group, vocab=VOCAB, max_tokens=140)
         chosen = rows[:: max(1, len(rows) // 5)][:5]
         lines += [json.dumps({"group": name, "token_ids": row.tolist()}) for row in chosen]
     path.write_text("\n".join(lines) + "\n")
@@ -39,6 +40,7 @@ def run(*arguments, capsys):
     return status, capsys.readouterr()
 
 
+@pytest.mark.essential("bailing_hybrid-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_5_text"])
 def test_passes_on_real_rollouts(family, dtype, models, rollouts, tmp_path, capsys):
@@ -63,6 +65,9 @@ def test_passes_on_real_rollouts(family, dtype, models, rollouts, tmp_path, caps
 PLANTS = [planted.sequential_positions, planted.one_label_per_row, planted.conv_over_branches]
 
 
+@pytest.mark.essential(
+    "one_label_per_row-oracle-True", "replay_one_token_short-oracle-True", "conv_over_branches-oracle-False"
+)
 @pytest.mark.parametrize(
     ("plant", "with_oracle"),
     # A token that is missing 60 positions earlier changes less than what is excused without an oracle.
@@ -101,14 +106,15 @@ def test_a_bug_of_the_handing_over_fails(plant, models, rollouts, monkeypatch, c
     assert "the tree in parts" in output.out.splitlines()[-1]
 
 
+@pytest.mark.essential("file")
 @pytest.mark.parametrize("form", ["file", "folder"])
-def test_shapes_and_configurations(form, data_dir, tmp_path, capsys):
+def test_shapes_and_configurations(form, tmp_path, capsys):
     """A shape file is filled with tokens, and a configuration with weights; groups that don't fit are cut."""
     config = tiny_model("olmo_hybrid").config
     config.vocab_size = 300
     config.save_pretrained(tmp_path)
     model = tmp_path / "config.json" if form == "file" else tmp_path
-    shapes = data_dir / "shapes" / "tot_game24.jsonl.gz"
+    shapes = shape_file("tot_game24")
     status, output = run("--model", model, shapes, "--max-tokens", 400, "--draws", 2, "--no-oracle", capsys=capsys)
     assert status == 0, output.out
     assert "trajectories cut to fit; tokens drawn at random" in output.out

@@ -77,11 +77,14 @@ def test_flex_block_mask_has_the_same_tiles():
     assert torch.equal(by_key.T, visible)
 
 
+@pytest.mark.essential("37-tile2-True", "128-tile3-False")
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize(("handed", "tile"), [(0, (16, 10)), (1, (64, 96)), (37, (16, 16)), (128, (128, 80))])
 def test_triton_builds_the_same_lists(by_key: bool, handed: int, tile: tuple[int, int]):
     """The kernels give the readable form's lists entry for entry, zeros past the counts included."""
-    triton_blocks = pytest.importorskip("harts_hf.kernels.attention.triton_blocks")
+    pytest.importorskip("triton")
+    from harts_hf.kernels.attention import triton_blocks
+
     intervals, rows = intervals_of(handed, handed)
     got = triton_blocks.build_lists(intervals, rows, tile, by_key=by_key)
     for one, other in zip(got, lists_by_torch(intervals, rows, tile, by_key=by_key), strict=True):
@@ -91,7 +94,9 @@ def test_triton_builds_the_same_lists(by_key: bool, handed: int, tile: tuple[int
 @pytest.mark.parametrize("by_key", [False, True])
 def test_triton_walks_long_lists_in_parts(by_key: bool, monkeypatch: pytest.MonkeyPatch):
     """Counts go on from part to part of a list; one key; a block past the last key; trees that end where tiles do."""
-    triton_blocks = pytest.importorskip("harts_hf.kernels.attention.triton_blocks")
+    pytest.importorskip("triton")
+    from harts_hf.kernels.attention import triton_blocks
+
     monkeypatch.setattr(triton_blocks, "_BLOCK", 4)
     one = AttentionIntervals(lo=torch.zeros(1, dtype=torch.int32), hi=torch.ones(1, dtype=torch.int32))
     seen_by_all = AttentionIntervals(
@@ -107,6 +112,7 @@ def test_triton_walks_long_lists_in_parts(by_key: bool, monkeypatch: pytest.Monk
             assert torch.equal(found, wanted)
 
 
+@pytest.mark.exhaustive
 def test_list_kernels_compile_for_hopper():
     """All three kernels, at a tile with a block of keys that is no power of two."""
     pytest.importorskip("triton")
@@ -124,6 +130,7 @@ for kernel in (kernels._extremes, kernels._fill_by_query, kernels._fill_by_key):
     assert printed.split() == ["True"] * 3
 
 
+@pytest.mark.exhaustive
 def test_any_size_compiles_once():
     """Lists of one block, of many, and of sizes that 16 divides are launched, for Hopper, with one kernel each."""
     printed = compile_for_hopper(

@@ -93,10 +93,18 @@ def cases() -> Iterator[tuple[list, AttentionIntervals, BlockMask]]:
     yield tensors, intervals, flex.block_mask(intervals, 28)
 
 
-@pytest.mark.parametrize("options", [flex._OPTIONS, flex._OPTIONS | flex._FLOAT32_OPTIONS], ids=["own", "float32"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(flex._OPTIONS, id="own"),
+        pytest.param(flex._OPTIONS | flex._FLOAT32_OPTIONS, id="float32", marks=pytest.mark.slow),
+    ],
+)
 def test_pytorchs_forward_on_our_lists(options: dict[str, Any], tmp_path: Path):
     """No row is NaN."""
-    flex_template = pytest.importorskip("support.flex_template")
+    pytest.importorskip("triton")
+    from support import flex_template
+
     for number, (tensors, intervals, mask) in enumerate(cases()):
         kernels = flex_template.Kernels(mask=mask, intervals=intervals, scale=0.3, options=options, folder=tmp_path)
         found = kernels.forward(*tensors)[0].transpose(1, 2)
@@ -104,9 +112,12 @@ def test_pytorchs_forward_on_our_lists(options: dict[str, Any], tmp_path: Path):
         assert (found - expected).abs().max() < TOLERANCE, f"case {number}"
 
 
+@pytest.mark.slow
 def test_pytorchs_backward_on_our_lists(tmp_path: Path):
     """With the blocks that PyTorch takes on Hopper for bfloat16, up to a head dim of 128 and above."""
-    flex_template = pytest.importorskip("support.flex_template")
+    pytest.importorskip("triton")
+    from support import flex_template
+
     names = ("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2")
     options = [flex._OPTIONS | dict(zip(names, blocks, strict=True)) for blocks in [(64, 128, 128, 64), (64,) * 4]]
     for number, (tensors, intervals, mask) in enumerate(cases()):

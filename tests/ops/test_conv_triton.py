@@ -30,6 +30,7 @@ def branchy_tree() -> RolloutTree:
     )
 
 
+@pytest.mark.essential("4-True-True")
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize(("width", "bias"), [(4, False), (4, True), (2, False), (3, True)])
 def test_conv_equals_reference(silu: bool, width: int, bias: bool):

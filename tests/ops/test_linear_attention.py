@@ -1,7 +1,5 @@
 """Delta rules on trees: `pytest tests/ops/test_linear_attention.py`."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -76,9 +74,9 @@ def test_equals_transformers_on_random_trees(rule, decay):
 
 @both_rules
 @pytest.mark.parametrize("name", ["miniswe_b_drop", "vmcts_dafny_bst", "tot_game24"])
-def test_equals_transformers_on_real_trees(rule, name, data_dir: Path):
+def test_equals_transformers_on_real_trees(rule, name):
     """Parts of real rollouts, where most branches lie inside chunks."""
-    trajectories = real_trajectories(data_dir, name, group=0, vocab=1000, max_tokens=300)[::7][:12]
+    trajectories = real_trajectories(name, group=0, vocab=1000, max_tokens=300)[::7][:12]
     tree = RolloutTree.from_trajectories(trajectories)
     assert_equals_transformers(
         rule, tree, rule_inputs(rule, tree.num_tokens, heads=1, value_heads=1, dim_k=8, dim_v=8)

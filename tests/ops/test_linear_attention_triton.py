@@ -226,6 +226,7 @@ def test_packed_form_is_built_once():
     assert packed_chains(tables, nodes[:0], 0) is not packed_chains(tables, nodes, 0)
 
 
+@pytest.mark.essential("3-True-True")
 @pytest.mark.parametrize("kda", [False, True])
 @pytest.mark.parametrize(("seed", "handed_in"), [(0, False), (3, True)])
 def test_states_and_gradients(kda: bool, seed: int, handed_in: bool):
@@ -309,6 +310,7 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 2e-5) -> Non
     assert error < tolerance, error
 
 
+@pytest.mark.exhaustive
 def test_any_round_compiles_once():
     """Rounds whose chains begin at any place are launched, for Hopper, with one kernel for each width of columns."""
     printed = compile_for_hopper(

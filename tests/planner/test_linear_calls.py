@@ -12,8 +12,7 @@ from shared_data import SHAPE_NAMES, shape_trees
 from harts_hf.planner import build_chunk_tree, decompose_chains, min_linear_calls
 from harts_hf.tree import RolloutTree
 
-# (calls, calls if states are left at chain ends only), C = 64, the largest over the groups. The first is the column
-# of shared/data/README.md; DESIGN 3 states 92 for miniswe_b_drop.
+# C = 64, the largest over the groups: the column of examples/shapes/README.md.
 CALLS = {
     "tau_airline_a": 2,
     "tau_airline_b": 2,

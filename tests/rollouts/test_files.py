@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from shared_data import SHAPE_NAMES, data_folder, shape_trees
+from shared_data import SHAPE_NAMES, shape_file, shape_trees
 
 from harts_hf.errors import RolloutFileError
 from harts_hf.rollouts.files import read_rollouts
@@ -216,7 +216,7 @@ def test_files_that_cannot_be_read(tmp_path):
 @pytest.mark.parametrize("name", SHAPE_NAMES)
 def test_real_shapes(name):
     """Shape files give the same trees as their arrays, and a mask of the trained spans a trajectory."""
-    groups = read_rollouts(data_folder() / "shapes" / f"{name}.jsonl.gz")
+    groups = read_rollouts(shape_file(name))
     for group, tree in zip(groups, shape_trees(name), strict=True):
         assert np.array_equal(group.tree.parent, tree.parent) and np.array_equal(group.tree.end_rows, tree.end_rows)
         for rollout, length in zip(group.rollouts, tree.trajectory_lengths, strict=True):

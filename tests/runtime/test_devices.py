@@ -105,6 +105,7 @@ def test_tables_move_whole():
 
 
 # Without a scoring pass, and with one through TRL's hook for old log-probs.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("execution", "iterations"), [("nested", 1), ("replay", 2)])
 def test_trainer(execution, iterations, monkeypatch, tmp_path):
     """A training step of TreeGRPOTrainer on per-turn advantages, with handed states on the CPU between uses."""

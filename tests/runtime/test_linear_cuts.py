@@ -21,7 +21,9 @@ from harts_hf.tree import RolloutTree
 ALIGNED = [[64], [128], [64, 128]]
 UNALIGNED = [[1], [63], [65], [80], [127], [3, 40, 64, 90, 100, 130]]
 on_layers = pytest.mark.parametrize("rule", RULES)
-in_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+in_dtypes = pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)]
+)
 
 
 def comb() -> RolloutTree:
@@ -147,6 +149,7 @@ def test_gradients(rule, dtype, cuts):
     assert whole_paths > 0 or cuts not in ALIGNED
 
 
+@pytest.mark.essential("[80]-dtype0-kimi", "[127]-dtype0-gated")
 @on_layers
 @in_dtypes
 @pytest.mark.parametrize("cuts", UNALIGNED, ids=str)

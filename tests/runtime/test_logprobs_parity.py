@@ -13,6 +13,14 @@ from harts_hf import PlannerConfig
 from harts_hf.errors import HartsWarning
 
 
+@pytest.mark.essential(
+    "bailing_hybrid-1",
+    "bailing_hybrid-63",
+    "bailing_hybrid-64",
+    "qwen3_5_text-2",
+    "qwen3_5_text-65",
+    "qwen3_5_text-127",
+)
 @pytest.mark.parametrize("depth", BRANCH_DEPTHS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_branch_depths(family, depth):
@@ -20,6 +28,7 @@ def test_branch_depths(family, depth):
     check_parity(tiny_model(family, dtype=torch.float64), branching(depth, vocab=VOCAB))
 
 
+@pytest.mark.essential("bailing_hybrid-plain", "qwen3_5_text-checkpointing")
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_tree(family, checkpointing):
@@ -30,6 +39,7 @@ def test_random_tree(family, checkpointing):
     check_parity(model, random_trajectories(5, vocab=VOCAB), temperature=0.7)
 
 
+@pytest.mark.essential("bailing_hybrid-64", "qwen3_5_text-150")
 @pytest.mark.parametrize("budget", [64, 150])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cuts_that_compute_prefixes_again(family, budget):
@@ -40,11 +50,12 @@ def test_cuts_that_compute_prefixes_again(family, budget):
         check_parity(tiny_model(family, dtype=torch.float64), branching(65, vocab=VOCAB), planner)
 
 
+@pytest.mark.essential("lats_webshop-0-bailing_hybrid", "tot_game24-3-qwen3_5_text", "vmcts_dafny_bst-1-qwen3_5_text")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("name", "group"), [("lats_webshop", 0), ("tot_game24", 3), ("vmcts_dafny_bst", 1)])
-def test_real_tree(family, name, group, data_dir):
+def test_real_tree(family, name, group):
     """Real rollout trees, cut to size."""
-    rows = real_trajectories(data_dir, name, group=group, vocab=VOCAB, max_tokens=160)
+    rows = real_trajectories(name, group=group, vocab=VOCAB, max_tokens=160)
     check_parity(tiny_model(family, dtype=torch.float64), rows[:: max(1, len(rows) // 10)])
 
 

@@ -30,6 +30,7 @@ def checkpointed(model):
     return model
 
 
+@pytest.mark.essential("bailing_hybrid-replay-True")
 @pytest.mark.parametrize(("execution", "checkpointing"), RUNS)
 @pytest.mark.parametrize("family", LATENT_FAMILIES)
 def test_expanded_latents(family, execution, checkpointing):
@@ -60,6 +61,7 @@ def test_what_is_handed_over(family, count):
         assert shapes[False] == shapes[True]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("execution", "checkpointing"), RUNS)
 @pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_next"])
 def test_offloaded_states(family, execution, checkpointing):
@@ -84,6 +86,7 @@ def test_deterministic_reaches_attention(monkeypatch):
         assert len(asked) > 2 and set(asked) == {deterministic}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("execution", ["replay", "nested", "keep"])
 @pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_next"])
 def test_offloaded_checkpoints(family, execution):

@@ -22,6 +22,7 @@ def planner(budget, execution="replay"):
     return PlannerConfig(max_tokens_per_microbatch=budget, sharing="always", execution=execution)
 
 
+@pytest.mark.essential("bailing_hybrid-replay", "bailing_hybrid-keep", "qwen3_5_text-nested")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_planned_windows(family, execution):
@@ -31,6 +32,7 @@ def test_planned_windows(family, execution):
     check_parity(tiny_model(family, dtype=torch.float64), rows, planner(64, execution))
 
 
+@pytest.mark.essential("bailing_hybrid-nested", "qwen3_5_text-replay")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_activation_checkpointing(family, execution):
@@ -40,6 +42,7 @@ def test_activation_checkpointing(family, execution):
     check_parity(model, branching(127, vocab=VOCAB), planner(70, execution))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     family=st.sampled_from(FAMILIES),
@@ -59,10 +62,11 @@ def test_any_valid_schedule(family, execution, seed, checkpointing, pieces):
     check_parity(model, rows, schedule=schedule)
 
 
+@pytest.mark.essential("miniswe_b_drop")
 @pytest.mark.parametrize("name", ["miniswe_b_drop", "tau_airline_a"])
-def test_real_trees(name, data_dir):
+def test_real_trees(name):
     """Spines of forks and long shared prompts, cut to size."""
-    rows = real_trajectories(data_dir, name, group=0, vocab=VOCAB, max_tokens=400)
+    rows = real_trajectories(name, group=0, vocab=VOCAB, max_tokens=400)
     check_parity(tiny_model("bailing_hybrid", dtype=torch.float64), rows[:6], planner(96))
 
 

@@ -1,8 +1,8 @@
-"""Trajectories for tests: hand-made corner cases, random trees, and real ones cut to size."""
-
-from pathlib import Path
+"""Trajectories for tests: hand-made corner cases, random trees, and the shapes of real ones cut to size."""
 
 import numpy as np
+from harts_hf.verify.sampling import random_tokens
+from shared_data import shape_trees
 
 from harts_hf import RolloutTree
 
@@ -32,23 +32,18 @@ def random_trajectories(seed: int, *, vocab: int, count: int = 7, max_piece: int
     return rows
 
 
-def real_trajectories(folder: Path, name: str, *, group: int, vocab: int, max_tokens: int) -> list[np.ndarray]:
-    """Trajectories of a real group, ids folded into ``vocab``: the ``max_tokens`` positions with most branches.
+def real_trajectories(name: str, *, group: int, vocab: int, max_tokens: int, seed: int = 0) -> list[np.ndarray]:
+    """Trajectories of a real group's shape with random tokens: the ``max_tokens`` positions with most branches.
 
     Real prompts are long: the first ``max_tokens`` positions would be one path, many times.
     """
-    data = np.load(folder / "trees" / f"{name}.npz")
-    tree = RolloutTree.from_shape(
-        data[f"{group}/parent"],
-        data[f"{group}/end"] - data[f"{group}/start"],
-        data[f"{group}/sample_node"],
-        data[f"{group}/tokens"],
-    )
+    tree = shape_trees(name)[group]
+    tokens = random_tokens(tree, vocab - 2, np.random.default_rng(seed)) + 2
     branches = np.sort(tree.depth[tree.num_children > 1])
     starts = np.maximum(branches - 20, 0)
     inside = np.searchsorted(branches, starts + max_tokens - 20) - np.searchsorted(branches, starts)
     start = int(starts[inside.argmax()])
-    rows = [tree.token_ids[tree.path(i)][start : start + max_tokens] for i in range(tree.num_trajectories)]
-    rows = [row % (vocab - 2) + 2 for row in rows if len(row) > 1]
+    rows = [tokens[tree.path(i)][start : start + max_tokens] for i in range(tree.num_trajectories)]
+    rows = [row for row in rows if len(row) > 1]
     assert (RolloutTree.from_trajectories(rows).num_children > 1).any()
     return rows

@@ -16,6 +16,7 @@ class Meddling(TreeGRPOTrainer):
         return loss
 
 
+@pytest.mark.essential("64-replay")
 @pytest.mark.parametrize("execution", ["replay", "keep"])
 @pytest.mark.parametrize("budget", [64, 4096])
 def test_policy_changed_inside_a_step(execution, budget, tmp_path):

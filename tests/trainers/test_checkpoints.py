@@ -80,6 +80,7 @@ def train(
     return trainer
 
 
+@pytest.mark.slow
 def test_loads_without_us(tmp_path):
     """A process that never imports harts_hf loads checkpoints of all families: nothing missing, equal logits."""
     models = {family: train(tmp_path / family, family=family, save_steps=1, max_steps=1).model for family in FAMILIES}
@@ -100,6 +101,7 @@ def test_loads_without_us(tmp_path):
         assert "harts" not in config
 
 
+@pytest.mark.exhaustive
 def test_an_adapter_loads_without_us(tmp_path):
     """A LoRA adapter that was trained on a tree is a plain PEFT adapter with equal logits."""
     family = "bailing_hybrid"
@@ -117,6 +119,7 @@ def test_an_adapter_loads_without_us(tmp_path):
     assert not torch.equal(plain, logits)
 
 
+@pytest.mark.essential("bailing_hybrid")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_best_model_is_the_best_checkpoint(family, tmp_path):
     """After load_best_model_at_end every parameter is that of the best checkpoint, none of the last step."""
@@ -160,6 +163,7 @@ RENAMED = [family for family in FAMILIES if family != "qwen3_5_text"]
 RUNS |= {family: {"max_steps": 2, "save_steps": 1, "family": family} for family in RENAMED}
 
 
+@pytest.mark.essential("every-step")
 @pytest.mark.parametrize("name", RUNS)
 def test_resumed_run_equals_the_uninterrupted_one(name, tmp_path):
     """Parameters and every logged metric after resuming are those of the run that was never stopped."""

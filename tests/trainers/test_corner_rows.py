@@ -29,6 +29,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.essential("ends-and-duplicates")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_corner_rows(name, tmp_path):
     """TreeGRPOTrainer trains as GRPOTrainer does."""

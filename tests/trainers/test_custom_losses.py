@@ -81,6 +81,7 @@ def pair(loss):
     return (type(f"{base.__name__}With{loss.__name__}", (loss, base), {}) for base in (GRPOTrainer, TreeGRPOTrainer))
 
 
+@pytest.mark.essential("SquaredLogProbs")
 @pytest.mark.parametrize("loss", [SquaredLogProbs, Hinge, Entropies])
 def test_custom_loss_is_scored_and_equals_trl(loss, tmp_path):
     """The scoring pass comes back for a loss that TRL does not know, and a metric says so."""
@@ -93,6 +94,7 @@ def test_custom_loss_is_scored_and_equals_trl(loss, tmp_path):
         assert log["tree/scoring_needed_by/custom_loss"] == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", [SquaredLogProbs, Entropies])
 def test_placeholders_show_a_loss_of_values(loss, tmp_path, monkeypatch):
     """A loss that hides from the list of methods gives other coefficients at other placeholders."""
@@ -115,6 +117,7 @@ class WithoutAdapter:
         return super()._compute_loss(model, inputs) + distance_from(self, model, inputs, reference.detach())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, CUT])
 def test_policy_without_its_adapter_inside_the_loss(options, tmp_path):
     """The hook does not answer for a disabled adapter with the log-probs of the enabled one."""
@@ -132,6 +135,7 @@ def test_policy_without_its_adapter_inside_the_loss(options, tmp_path):
         assert other["loss"] == pytest.approx(log["loss"], abs=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, CUT])
 def test_reference_model_inside_the_loss(options, tmp_path):
     """TRL's hook answers for the model and the rows that it is given, not always for the policy."""
@@ -144,6 +148,7 @@ def test_reference_model_inside_the_loss(options, tmp_path):
         run_trainer(wrong, TreeGRPOConfig, tmp_path / "wrong", beta=0.05, **options)
 
 
+@pytest.mark.exhaustive
 def test_replaced_method_counts_as_custom(tmp_path):
     """A method replaced on one instance is no longer TRL's."""
 
@@ -156,6 +161,7 @@ def test_replaced_method_counts_as_custom(tmp_path):
     assert log["tree/scoring_needed_by/custom_loss"] == 1
 
 
+@pytest.mark.essential("options1")
 @pytest.mark.parametrize("options", [{}, CUT])
 def test_loss_that_runs_the_model_is_refused(options, tmp_path):
     """Its gradient by parameters would be lost."""

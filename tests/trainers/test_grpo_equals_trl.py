@@ -7,6 +7,7 @@ from trl import GRPOConfig, GRPOTrainer
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 
 
+@pytest.mark.essential("1-bailing_hybrid")
 @pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_5_text"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_default_loss(family, accumulation, tmp_path):

@@ -23,6 +23,7 @@ def first_log(trainer_class, config_class, folder, family, **options):
     return trainer.state.log_history[0]
 
 
+@pytest.mark.essential("bailing_hybrid")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_autocast(family, tmp_path):
     """Loss, entropy and gradient norm agree within bfloat16's rounding (2^-8) of a model of three layers."""

@@ -40,6 +40,7 @@ def tree_run(folder, **options):
     return run_trainer(TreeGRPOTrainer, TreeGRPOConfig, folder, **options)
 
 
+@pytest.mark.essential("auto")
 @pytest.mark.parametrize("execution", ["auto", "replay", "nested", "keep"])
 def test_cut_trees_train_the_same(execution, tmp_path):
     """Windows of several microbatches compute every token once and train as stock does, in every execution."""
@@ -54,6 +55,7 @@ def test_cut_trees_train_the_same(execution, tmp_path):
         assert log["tree/scoring_skipped"] == (execution in ("auto", "nested"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "field"),
     [
@@ -74,6 +76,7 @@ def test_scoring_is_skipped_only_where_exact(options, field, tmp_path):
         assert log[f"tree/scoring_needed_by/{field}"] == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo"])
 def test_every_loss_without_scoring(loss, tmp_path):
     """Losses, metrics and gradients are TRL's although no scoring pass ran."""
@@ -83,6 +86,7 @@ def test_every_loss_without_scoring(loss, tmp_path):
     assert all(log["tree/scoring_skipped"] == 1 for log in cut[1][:-1])
 
 
+@pytest.mark.exhaustive
 def test_no_sharing_trains_the_same(tmp_path):
     """Every trajectory on rows of its own is the same training."""
     stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock")
@@ -323,6 +327,7 @@ def test_cost_model_reaches_the_planner(tmp_path):
         TreeGRPOConfig(**recorded.arguments(tmp_path, tree_cost=str(tmp_path / "none.json")))
 
 
+@pytest.mark.exhaustive
 def test_limits_that_a_window_cannot_keep(tmp_path):
     """The window runs with the smallest limit that works, and says so; a training is not lost in its middle."""
     options = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64}

@@ -55,6 +55,7 @@ OPTIONS = {
 OPTIONS["loss-luspo"]["learning_rate"] = OPTIONS["off-policy-luspo"]["learning_rate"] = 0.002
 
 
+@pytest.mark.essential("loss-grpo", "off-policy-grpo")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_grpo(name, tmp_path):
     """TreeGRPOTrainer trains as GRPOTrainer does."""
@@ -63,6 +64,7 @@ def test_grpo(name, tmp_path):
     assert_same_training(stock, tree)
 
 
+@pytest.mark.essential("off-policy")
 @pytest.mark.parametrize(
     "options", [{}, {"num_iterations": 2, "epsilon": 0.01, "beta": 0.1}], ids=["plain", "off-policy"]
 )
@@ -90,6 +92,7 @@ class RecordedTreeRLOO(RecordedGeneration, TreeRLOOTrainer):
     """Ours."""
 
 
+@pytest.mark.essential("plain")
 @pytest.mark.parametrize(
     "options", [{}, {"num_iterations": 2, "epsilon": 0.05, "beta": 0.1}], ids=["plain", "off-policy"]
 )
@@ -121,6 +124,7 @@ class TokenAdvantages(GRPOTrainer):
         return output
 
 
+@pytest.mark.exhaustive
 def test_token_advantages(tmp_path):
     """Advantages of shape (B, T) that a rollout function returns reach the loss; shared tokens get the sum."""
     options = {"rollout_func": recorded.rollout_func_with_advantages}

@@ -222,6 +222,7 @@ def test_trajectories_of_one_token_are_left_out(budget):
         draw_trajectories([single], max_tokens=budget, vocab_size=VOCAB)
 
 
+@pytest.mark.exhaustive
 def test_draws_of_the_same_trajectories_count_as_one():
     """Weights alone make no independent draw: the limits stay those of a single one."""
     rows, others = branching(3, vocab=VOCAB), branching(2, vocab=VOCAB, seed=1)
