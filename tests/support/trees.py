@@ -1,10 +1,10 @@
 """Trajectories for tests: hand-made corner cases, random trees, and the shapes of real ones cut to size."""
 
 import numpy as np
-from harts_hf.verify.sampling import random_tokens
 from shared_data import shape_trees
 
 from harts_hf import RolloutTree
+from harts_hf.forest import random_tokens
 
 BRANCH_DEPTHS = (1, 2, 3, 63, 64, 65, 127)
 
