@@ -126,9 +126,10 @@ def main() -> None:
     if rank == 0:
         torch.save({name: value.cpu() for name, value in parameters.items()}, folder / f"{kind}-{backend}.pt")
     torch.distributed.barrier()  # neither rank leaves while the other still needs it
-    if kind == "untouched":
-        os._exit(0)  # gloo may abort when it is torn down with the reductions that DDP has not finished
-    torch.distributed.destroy_process_group()
+    # Past the tests' results nothing is left to do, and tearing down threads of gloo and DeepSpeed aborts now and then.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
