@@ -222,8 +222,8 @@ _PASSED: set[str] = set()
 
 
 def marks(case: Case) -> list[pytest.MarkDecorator]:
-    """Bugs that only a training shows take a training each."""
-    return [pytest.mark.exhaustive] if case.file.startswith("trainers/") else []
+    """Bugs that only a training or a window of many microbatches shows take one or two of them each."""
+    return [pytest.mark.exhaustive] if case.file.startswith("trainers/") or case.file == WINDOWS else []
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.plant.__name__, marks=marks(case)) for case in CASES])
