@@ -52,16 +52,18 @@ class SettingsOfSlices:
                     "forward serves all of its micro-steps"
                 )
         self._changes.insert(0, {key: first[key] for key in changed if key in first})
+        self._applied = len(taken) - 1
 
     def apply(self, number: int) -> None:
         """The settings of slice ``number``; slices are taken in order, from the first on again and again."""
+        self._applied = number
         owners = {"trainer": self._trainer, "args": self._trainer.args}
         for (owner, name), value in self._changes[number].items():
             vars(owners[owner])[name] = value
 
     def restore(self) -> None:
-        """The settings of the last slice, which are those of now."""
-        for number in range(len(self._changes)):
+        """The settings of now where an error came before the last slice; what a loss has adapted since stays."""
+        for number in range(self._applied + 1, len(self._changes)):
             self.apply(number)
 
 

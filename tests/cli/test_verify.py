@@ -173,6 +173,7 @@ def test_outputs_that_are_inputs(output, models, rollouts, tmp_path, monkeypatch
 def test_progress(is_terminal, models, rollouts, monkeypatch, capsys):
     """A line that changes on a terminal; elsewhere the first step and one step in so many seconds."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", False)  # its own bar, of loading weights
     arguments = ("--model", models / "qwen3_5_text", rollouts, "--max-tokens", 300, "--no-oracle")
     monkeypatch.setattr("harts_hf.cli.verify.SECONDS_PER_LINE", 1e6)
     error = run(*arguments, "--draws", 2, capsys=capsys)[1].err

@@ -39,6 +39,11 @@ def entropy_bonus(trainer, step):
     trainer.entropy_coef = 0.1 * step
 
 
+def adapted_entropy_bonus(trainer, step):
+    if not trainer.accelerator.sync_gradients:  # TRL's loss adapts it at the end of the step
+        trainer.entropy_coef = 0.1
+
+
 def clipping(trainer, step):
     trainer.epsilon_high = 0.001 * step
     trainer.args.epsilon_high = 0.001 * step
@@ -55,6 +60,16 @@ def kl(trainer, step):
         (entropy_bonus, {"entropy_coef": 0.05}),
         (clipping, {"num_iterations": 2, "learning_rate": 0.3}),
         (kl, {"beta": 0.05}),
+        (
+            adapted_entropy_bonus,
+            {
+                "use_adaptive_entropy": True,
+                "entropy_target": 4.5,
+                "entropy_coef_delta": 0.03,
+                "entropy_coef_max": 0.9,
+                "entropy_coef": 0.05,
+            },
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
