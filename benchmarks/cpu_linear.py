@@ -184,9 +184,9 @@ def plot(cases: dict, path: Path) -> None:
     axes = figure.subplots()
     for side, (name, label) in enumerate((("tree", "harts_hf"), ("stock", "Transformers"))):
         heights = [case["microseconds_per_computed_token"][name] for case in cases.values()]
-        bars = axes.bar([place + 0.4 * side for place in range(len(cases))], heights, width=0.4, label=label)
+        bars = axes.bar([position + 0.4 * side for position in range(len(cases))], heights, width=0.4, label=label)
         axes.bar_label(bars, fmt="%.0f")
-    axes.set_xticks([place + 0.2 for place in range(len(cases))], list(cases))
+    axes.set_xticks([position + 0.2 for position in range(len(cases))], list(cases))
     axes.set_yscale("log")
     axes.set_ylabel("CPU microseconds a computed token")
     axes.legend()

@@ -357,7 +357,7 @@ def _preorder_of_nodes(parent: IntArray) -> tuple[IntArray, IntArray]:
     """Preorder of a forest whose nodes stand after their parents.
 
     Returns:
-        ``order`` [S], the nodes in preorder, and ``end`` [S], for each node the exclusive end of its subtree's places
+        ``order`` [S], the nodes in preorder, and ``end`` [S], the exclusive end of each node's subtree's positions
         in ``order``.
     """
     size = np.ones(len(parent), np.int64)
@@ -365,16 +365,16 @@ def _preorder_of_nodes(parent: IntArray) -> tuple[IntArray, IntArray]:
     for node in range(len(parent) - 1, -1, -1):
         if above[node] >= 0:
             size[above[node]] += size[node]
-    place = np.empty(len(parent), np.int64)
-    next_place = np.empty(len(parent) + 1, np.int64)
-    next_place[-1] = 0  # the place for the next root
+    position = np.empty(len(parent), np.int64)
+    next_position = np.empty(len(parent) + 1, np.int64)
+    next_position[-1] = 0  # the position for the next root
     for node, node_above in enumerate(above):
-        place[node] = next_place[node_above]
-        next_place[node_above] += size[node]
-        next_place[node] = place[node] + 1
+        position[node] = next_position[node_above]
+        next_position[node_above] += size[node]
+        next_position[node] = position[node] + 1
     order = np.empty(len(parent), np.int64)
-    order[place] = np.arange(len(parent))
-    return order, place + size
+    order[position] = np.arange(len(parent))
+    return order, position + size
 
 
 def _check_siblings_differ(parent: IntArray, token_ids: IntArray) -> None:

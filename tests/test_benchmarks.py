@@ -76,9 +76,9 @@ def test_shell_only_unpacks() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules of the package that need no torch."""
     monkeypatch.syspath_prepend(ROOT)
-    from benchmarks.gpu import gates, processes, record
+    from benchmarks.gpu import gates, processes, record, recorder
 
-    return SimpleNamespace(gates=gates, processes=processes, record=record)
+    return SimpleNamespace(gates=gates, processes=processes, record=record, recorder=recorder)
 
 
 def test_records_pass_their_gates_and_extend(gpu: Any) -> None:
@@ -88,7 +88,7 @@ def test_records_pass_their_gates_and_extend(gpu: Any) -> None:
     row = {**next(row for row in old["rows"] if row["op"] == "linear"), "tree_ms": 1.0}
     parity = old["parity"]["linear"]
     part = {"device": "d", "versions": {"torch": "v"}, "commit": "c", "seed": 0, "failures": {}, "rows": [row]}
-    merged = gpu.record.extend_kernels(old, gpu.record.collect_kernels(parity, [part]))
+    merged = gpu.recorder.extend_kernels(old, gpu.recorder.collect_kernels(parity, [part]))
     changed = [(a, b) for a, b in zip(old["rows"], merged["rows"], strict=True) if a != b]
     assert [new["tree_ms"] for _, new in changed] == [1.0] and changed[0][1]["commit"] == "c"
     assert merged["parity"] == old["parity"] and merged["versions"]["attention"] == old["versions"]["attention"]
@@ -110,17 +110,17 @@ def test_linear_rows_need_their_own_check(gpu: Any, tmp_path: Path) -> None:
     record = gpu.record.RESULTS / "kernels_h200.json"
     options = argparse.Namespace(what="kernels", parity=None, parts=[part], record=record)
     with pytest.raises(SystemExit, match="--parity"):
-        gpu.record.main(options)
+        gpu.recorder.main(options)
 
 
 def test_speed_needs_its_verdict(gpu: Any, tmp_path: Path) -> None:
     """Neither a run nor the record reports a speed of a family whose verdict is missing, failed or of other code."""
     old = gpu.record.read(gpu.record.RESULTS / "whole_h200.json")
-    gpu.gates.check_whole(gpu.record.extend_whole(old, {"rows": []}))
+    gpu.gates.check_whole(gpu.recorder.extend_whole(old, {"rows": []}))
     family = next(row["family"] for row in old["rows"] if row["op"] == "speed")
     failed = {"rows": [{"op": "verify", "family": family, "passed": False}]}
     with pytest.raises(SystemExit, match=family):
-        gpu.gates.check_whole(gpu.record.extend_whole(old, failed))
+        gpu.gates.check_whole(gpu.recorder.extend_whole(old, failed))
     for verdict, reported in (({"commit": "a"}, True), ({"commit": "b"}, False), ({"passed": False}, False)):
         gpu.record.write(tmp_path / "kimi_linear-verify.json", {"commit": "a", "passed": True, **verdict})
         gpu.record.write(tmp_path / "kimi_linear-speed.json", {"commit": "a", "device": "d"})

@@ -97,11 +97,11 @@ COMMANDS = {
         for stage, parts in WHOLE_PARTS.items()
     },
     ("record", "kernels"): Command(
-        "record", "merges result files into the record; refuses where a parity check fails",
+        "recorder", "merges result files into the record; refuses where a parity check fails",
         (PARTS, path("--parity", "the checks of linear attention, for its rows"), KERNELS_RECORD),
     ),
     ("record", "whole"): Command(
-        "record", "merges result files into the record; refuses a speed without its verdict", (PARTS, WHOLE_RECORD)
+        "recorder", "merges result files into the record; refuses a speed without its verdict", (PARTS, WHOLE_RECORD)
     ),
     ("predict", "memory"): Command(
         "linear.predict", "peak memory of linear layers; needs FLA and Triton, no GPU", (KINDS, SHAPES, OUT)

@@ -39,16 +39,16 @@ def whole(result: dict, path: Path) -> None:
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     bars = [(f"{row['family']}\n{name}", entry) for row in speeds for name, entry in row["shapes"].items()]
-    places = np.arange(len(bars))
+    positions = np.arange(len(bars))
     drawn = [
         ("speedup", "forward and backward"),
         ("speedup_with_scoring", "the package's update (scoring where there are several microbatches)"),
         ("sharing_ratio", "sharing ratio (rows)"),
     ]
     drawn = [pair for pair in drawn if any(pair[0] in entry for _, entry in bars)]
-    for place, (key, label) in enumerate(drawn):
-        left.bar(places + 0.27 * (place - 1), [entry.get(key, 0) for _, entry in bars], 0.27, label=label)
-    left.set_xticks(places, [label for label, _ in bars], rotation=90, fontsize=7)
+    for position, (key, label) in enumerate(drawn):
+        left.bar(positions + 0.27 * (position - 1), [entry.get(key, 0) for _, entry in bars], 0.27, label=label)
+    left.set_xticks(positions, [label for label, _ in bars], rotation=90, fontsize=7)
     left.set_title("against the same kernels without sharing")
     left.set_ylim(0, 1.3 * max(left.get_ylim()))
     left.legend(fontsize=7)

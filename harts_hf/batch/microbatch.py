@@ -170,15 +170,15 @@ def _last_rows(chunks: ChunkTree) -> IntArray:
 
 
 def _ancestor_table(tree: RolloutTree, rows: IntArray, handed: IntArray) -> IntArray:
-    """``[N, CONV_ANCESTORS + 1]`` places among handed and own rows of each row's last ancestors and itself."""
-    place = np.full(tree.num_tokens + 1, -1, np.int64)
-    place[handed] = np.arange(len(handed))
-    place[rows] = len(handed) + np.arange(len(rows))
+    """``[N, CONV_ANCESTORS + 1]`` positions among handed and own rows of each row's last ancestors and itself."""
+    position = np.full(tree.num_tokens + 1, -1, np.int64)
+    position[handed] = np.arange(len(handed))
+    position[rows] = len(handed) + np.arange(len(rows))
     parent = np.append(tree.parent, -1)
     columns = [rows]
     for _ in range(CONV_ANCESTORS):
         columns.append(parent[columns[-1]])
-    return place[np.stack(columns[::-1], axis=1)]
+    return position[np.stack(columns[::-1], axis=1)]
 
 
 def _labels(tree: RolloutTree, microbatch: Microbatch) -> LabelTable:

@@ -36,14 +36,14 @@ class GatherIndex(Tables):
     """Which rows to read, and for the backward where each row was read (CSR), so that sums have a fixed order.
 
     Attributes:
-        index: ``[P]`` int64, the row to read at each place; -1 reads zeros.
-        ptr: ``[R + 1]`` int64 offsets into ``places``.
-        places: ``[ptr[-1]]`` int64, the places that read each of the ``R`` rows, ascending within a row.
+        index: ``[P]`` int64, the row to read at each position; -1 reads zeros.
+        ptr: ``[R + 1]`` int64 offsets into ``positions``.
+        positions: ``[ptr[-1]]`` int64, the positions that read each of the ``R`` rows, ascending within a row.
     """
 
     index: torch.Tensor
     ptr: torch.Tensor
-    places: torch.Tensor
+    positions: torch.Tensor
 
     @property
     def num_rows(self) -> int:
@@ -53,10 +53,10 @@ class GatherIndex(Tables):
     @classmethod
     def build(cls, index: IntArray, num_rows: int) -> "GatherIndex":
         """From ``index`` [P] (values -1..num_rows-1) over ``num_rows`` rows."""
-        places = np.argsort(index, kind="stable")[np.count_nonzero(index < 0) :]
+        positions = np.argsort(index, kind="stable")[np.count_nonzero(index < 0) :]
         ptr = np.zeros(num_rows + 1, np.int64)
         np.cumsum(np.bincount(index[index >= 0], minlength=num_rows), out=ptr[1:])
-        return cls(index=as_tensor(index), ptr=as_tensor(ptr), places=as_tensor(places))
+        return cls(index=as_tensor(index), ptr=as_tensor(ptr), positions=as_tensor(positions))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -64,8 +64,8 @@ class LinearTables(Tables):
     """How a linear-attention layer walks the chunk tree of a microbatch of ``N`` own rows (``M`` chunk nodes).
 
     Attributes:
-        gather: ``M * C`` places over ``E + N`` post-convolution rows: place ``m * C + s`` is slot ``s`` of node ``m``.
-        output: ``N`` places over ``M * C``: where each own row's output is taken from.
+        gather: ``M * C`` positions over ``E + N`` post-convolution rows: ``m * C + s`` is slot ``s`` of node ``m``.
+        output: ``N`` positions over ``M * C``: where each own row's output is taken from.
         lengths: ``[M]`` rows of each node, 1 to C; the slots after them are empty.
         parent: ``[M]`` the node whose outgoing state a node starts from (always a smaller number), -1 for none.
         initial: ``[M]`` the boundary state a node starts from (a row of ``initial_states``), -1 for none.
@@ -134,7 +134,7 @@ class LinearTables(Tables):
             level_nodes=as_tensor(order),
             level_ptr=tuple(level_ptr.tolist()),
             child_ptr=children.ptr,
-            children=children.places,
+            children=children.positions,
             has_child=children.ptr[1:] > children.ptr[:-1],
             chunk_size=size,
         )
@@ -145,7 +145,7 @@ class ConvTable(Tables):
     """Ancestors that a causal convolution of width ``W`` reads, over ``E + N`` pre-convolution rows.
 
     Attributes:
-        gather: ``N * W`` places: place ``n * W + w`` is the row that weight ``w`` of own row ``n`` multiplies: the row
+        gather: ``N * W`` positions: ``n * W + w`` is the row that weight ``w`` of own row ``n`` multiplies: the row
             itself at ``w = W - 1``, its parent at ``W - 2``, ...; -1 above the root.
         width: W.
     """
@@ -155,7 +155,7 @@ class ConvTable(Tables):
 
     @property
     def ancestors(self) -> torch.Tensor:
-        """``[N, W]`` the places as a table."""
+        """``[N, W]`` the positions as a table."""
         return self.gather.index.view(-1, self.width)
 
 

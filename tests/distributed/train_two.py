@@ -126,7 +126,7 @@ def main() -> None:
     if rank == 0:
         torch.save({name: value.cpu() for name, value in parameters.items()}, folder / f"{kind}-{backend}.pt")
     torch.distributed.barrier()  # neither rank leaves while the other still needs it
-    # Past the tests' results nothing is left to do, and tearing down threads of gloo and DeepSpeed aborts now and then.
+    # Nothing is left to do, and tearing down threads of gloo and DeepSpeed aborts now and then.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

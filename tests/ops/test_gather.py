@@ -11,12 +11,12 @@ from harts_hf.kernels.gather import gather_rows
 
 
 def sums_by_hand(grad: torch.Tensor, index: np.ndarray, num_rows: int) -> torch.Tensor:
-    """Each row's places added one after another in float32 or wider, rounded to the dtype of ``grad`` once."""
+    """Each row's positions added one after another in float32 or wider, rounded to the dtype of ``grad`` once."""
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     total = wide.new_zeros(num_rows, *grad.shape[1:])
-    for place, row in enumerate(index.tolist()):
+    for position, row in enumerate(index.tolist()):
         if row >= 0:
-            total[row] += wide[place]
+            total[row] += wide[position]
     return total.to(grad.dtype)
 
 
@@ -66,7 +66,7 @@ def test_bfloat16_gradients_are_rounded_once():
 
 
 def test_missing_rows_read_zeros_even_beside_nan():
-    """A place of -1 is zero whatever the first row holds, and without rows all places are."""
+    """A position of -1 is zero whatever the first row holds, and without rows all positions are."""
     x = torch.full((2, 3), float("nan"))
     assert torch.equal(gather_rows(x, GatherIndex.build(np.array([-1, -1]), 2)), torch.zeros(2, 3))
     assert torch.equal(gather_rows(x[:0], GatherIndex.build(np.array([-1]), 0)), torch.zeros(1, 3))

@@ -47,16 +47,16 @@ def tables_of(tree: RolloutTree) -> LinearTables:
 
 
 def inputs(packed: PackedChains, kda: bool, heads: int = 1, value_heads: int = 2, dim_k: int = 16, dim_v: int = 32):
-    places = packed.num_places
-    generator = torch.Generator().manual_seed(places)
+    positions = packed.num_positions
+    generator = torch.Generator().manual_seed(positions)
 
     def rand(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
     k_heads = value_heads if kda else heads
-    q, k = rand(1, places, k_heads, dim_k), rand(1, places, k_heads, dim_k) * 0.3
-    w, u = rand(1, places, value_heads, dim_k) * 0.3, rand(1, places, value_heads, dim_v)
-    gate = rand(1, places, value_heads, dim_k) if kda else rand(1, places, value_heads)
+    q, k = rand(1, positions, k_heads, dim_k), rand(1, positions, k_heads, dim_k) * 0.3
+    w, u = rand(1, positions, value_heads, dim_k) * 0.3, rand(1, positions, value_heads, dim_v)
+    gate = rand(1, positions, value_heads, dim_k) if kda else rand(1, positions, value_heads)
     gate = -torch.nn.functional.softplus(gate) * 0.3
     g = torch.empty_like(gate)
     for begin, end in node_rows(packed):
@@ -70,7 +70,7 @@ def node_rows(packed: PackedChains) -> list[tuple[int, int]]:
         for chain, step in group.chunk_indices.tolist():
             begin = int(group.cu_seqlens[chain]) + step * packed.chunk_size
             end = min(begin + packed.chunk_size, int(group.cu_seqlens[chain + 1]))
-            rows.append((group.places[0] + begin, group.places[0] + end))
+            rows.append((group.positions[0] + begin, group.positions[0] + end))
     return rows
 
 
@@ -115,7 +115,7 @@ def run_forward(k, w, u, g, slots, packed: PackedChains, **options):
     """The kernel over all groups."""
     parts = []
     for group in packed.groups:
-        cut = [x[:, slice(*group.places)] for x in (k, w, u, g)]
+        cut = [x[:, slice(*group.positions)] for x in (k, w, u, g)]
         parts.append(run_states_forward(*cut, slots, group, chunk_size=packed.chunk_size, **options))
     return [torch.cat(column, 1) for column in zip(*parts, strict=True)]
 
@@ -124,7 +124,7 @@ def run_backward(q, k, w, g, do, dv, d_slots, packed: PackedChains, **options):
     """The kernel over all groups, last one first."""
     parts = []
     for group in reversed(packed.groups):
-        cut = [x[:, slice(*group.places)] for x in (q, k, w, g, do, dv)]
+        cut = [x[:, slice(*group.positions)] for x in (q, k, w, g, do, dv)]
         parts.append(run_states_backward(*cut, d_slots, group, chunk_size=packed.chunk_size, **options))
     return [torch.cat(column[::-1], 1) for column in zip(*parts, strict=True)]
 
@@ -136,11 +136,11 @@ def test_packed_chains_cover_every_row_once(group_size: int | None):
         tables = tables_of(ragged_tree(seed))
         exports = np.array([0, tables.num_nodes - 1])
         packed = build_packed_chains(tables, exports, 0, group_size=group_size)
-        assert packed.num_places == int(tables.lengths.sum())
+        assert packed.num_positions == int(tables.lengths.sum())
         assert (packed.output_reader[packed.output] == torch.arange(tables.num_rows)).all()
         assert (packed.gather.index[packed.output] == torch.arange(tables.num_rows)).all()
-        assert [g.places[0] for g in packed.groups] == [0, *(g.places[1] for g in packed.groups[:-1])]
-        assert packed.groups[-1].places[1] == packed.num_places
+        assert [g.positions[0] for g in packed.groups] == [0, *(g.positions[1] for g in packed.groups[:-1])]
+        assert packed.groups[-1].positions[1] == packed.num_positions
         assert sum(group.num_nodes for group in packed.groups) == tables.num_nodes
         for group in packed.groups:
             counts = torch.diff(group.cu_seqlens)
@@ -169,13 +169,13 @@ def test_chains_start_from_the_right_state(parents: list[int], group_size: int):
             for chain in group.chains_by_round[begin:end].tolist():
                 start = int(group.start_slot[chain])
                 state = -1 if start < 0 else slots[start]
-                for place in range(ends[chain], ends[chain + 1]):
-                    node = node_at(packed, group, place)
+                for position in range(ends[chain], ends[chain + 1]):
+                    node = node_at(packed, group, position)
                     assert parent[node] == state
                     seen.append(node)
                     state = node
-                    if int(group.node_slot[place]) >= 0:
-                        written[int(group.node_slot[place])] = node
+                    if int(group.node_slot[position]) >= 0:
+                        written[int(group.node_slot[position])] = node
             assert not slots.keys() & written.keys()
             slots |= written
         for slot in range(packed.num_slots):
@@ -200,10 +200,10 @@ def tables_of_nodes(parent: np.ndarray) -> LinearTables:
     return LinearTables.build(chunks, np.arange(count))
 
 
-def node_at(packed: PackedChains, group: ChainGroup, place: int) -> int:
+def node_at(packed: PackedChains, group: ChainGroup, position: int) -> int:
     """The tables' number of a group's node, which is that of its one row."""
-    chain, step = group.chunk_indices[place].tolist()
-    return int(packed.gather.index[group.places[0] + int(group.cu_seqlens[chain]) + step])
+    chain, step = group.chunk_indices[position].tolist()
+    return int(packed.gather.index[group.positions[0] + int(group.cu_seqlens[chain]) + step])
 
 
 def test_chunk_aligned_branches_pack_in_compact_order():
@@ -312,7 +312,7 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 2e-5) -> Non
 
 @pytest.mark.exhaustive
 def test_any_round_compiles_once():
-    """Rounds whose chains begin at any place are launched, for Hopper, with one kernel for each width of columns."""
+    """Rounds whose chains begin at any position are launched, for Hopper, with one kernel per width of columns."""
     printed = compile_for_hopper(
         """
 from ops.test_linear_attention_triton import *

@@ -76,7 +76,7 @@ def test_agrees_with_trl(dtype):
     for outputs in (mine, stock):
         (outputs[0].sum() + outputs[1].square().sum()).backward()
     for name, x, y in zip(NAMES, ours, theirs, strict=True):
-        # Both round gradients to the dtype once or twice: a few units in the last place of the largest.
+        # Both round gradients to the dtype once or twice: a few units in the last position of the largest.
         step = torch.finfo(dtype).eps * y.grad.abs().max().item()
         torch.testing.assert_close(
             x.grad, y.grad, rtol=0, atol=4 * step, msg=lambda text, name=name: f"{name}: {text}"

@@ -19,9 +19,9 @@ def kept(run, layer, kind, gradients):
     return sum(found[0].shape[dims[0]] for found, dims in tensors if found)
 
 
-def planned(lives, place, sizes):
+def planned(lives, position, sizes):
     """What the planner says is left after an op: what ends with the op is freed."""
-    return sum(sizes[trunk] for trunk, first, last in lives if first <= place < last)
+    return sum(sizes[trunk] for trunk, first, last in lives if first <= position < last)
 
 
 def check(run, window):
@@ -35,13 +35,13 @@ def check(run, window):
     seen = []
 
     def compare():
-        place = len(seen)
+        position = len(seen)
         seen.append(kept(run, 1, "keys", False))
-        assert seen[-1] == planned(values, place, rows)
-        assert kept(run, 0, "states", False) == planned(values, place, states)
-        assert kept(run, 1, "keys", True) == planned(gradients, place, rows)
+        assert seen[-1] == planned(values, position, rows)
+        assert kept(run, 0, "states", False) == planned(values, position, states)
+        assert kept(run, 1, "keys", True) == planned(gradients, position, rows)
         # A dependent that reads rows of a trunk need not read its states: the planner counts sums from the first one.
-        assert kept(run, 0, "states", True) <= planned(gradients, place, states)
+        assert kept(run, 0, "states", True) <= planned(gradients, position, states)
 
     forward, free = run._forward, run.handoff.free
 

@@ -117,9 +117,9 @@ def _source(templates: tuple[str, ...], tensors: dict[str, torch.Tensor], consta
         lines = [*(f"{name} = arg_{name}" for name in tensors), *defines.split("\n")]
         return f"@triton.jit\ndef kernel({arguments}):\n" + "\n".join(f"    {line}" for line in lines)
 
-    def stride(name: str, place: int | None = None) -> str:
+    def stride(name: str, position: int | None = None) -> str:
         found = tensors[name].stride()
-        return ", ".join(map(str, found)) if place is None else str(found[place])
+        return ", ".join(map(str, found)) if position is None else str(found[position])
 
     def modification(subgraph_number: int, output_name: str | None, **names: Any) -> str:
         if output_name == "mask_mod_output":
@@ -130,14 +130,14 @@ def _source(templates: tuple[str, ...], tensors: dict[str, torch.Tensor], consta
         return f"{output_name} = {names['grad_score_mod' if output_name == 'grad_scores' else 'score']}"
 
     def store_output(index: tuple[str, ...], value: str, mask: str, **_: Any) -> str:
-        places = " + ".join(f"({i}) * {s}" for i, s in zip(index, last_strides, strict=True))
-        return f"tl.store({last} + {places}, {value}, {mask})"
+        positions = " + ".join(f"({i}) * {s}" for i, s in zip(index, last_strides, strict=True))
+        return f"tl.store({last} + {positions}, {value}, {mask})"
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
     environment.filters["indent_except_first"] = lambda text, width: text.replace("\n", "\n" + "    " * width)
     template = "".join((_TEMPLATES / f"{name}.py.jinja").read_text() for name in templates)
     body = environment.from_string(template).render(
-        def_kernel=header, stride=stride, size=lambda name, place: tensors[name].shape[place],
+        def_kernel=header, stride=stride, size=lambda name, position: tensors[name].shape[position],
         gen_argdefs=lambda: arguments, gen_defines=lambda: defines, modification=modification,
         store_output=store_output, **constants,
     )  # fmt: skip

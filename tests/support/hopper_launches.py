@@ -15,8 +15,8 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warp
     """Triton's compiled kernel; ``types`` are Triton's names of the arguments' types, constants are the rest."""
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     attributes = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
+        (position,): [["tt.divisibility", 16]]
+        for position, name in enumerate(kernel.arg_names)
         if types.get(name, "").startswith("*")
     }
     source = ASTSource(kernel, signature, constants, attributes)

@@ -125,13 +125,13 @@ def silu_in_bfloat16(monkeypatch: Any) -> None:
 def gather_gradient_in_bfloat16(monkeypatch: Any) -> None:
     """Gradients of a row that is read many times are rounded to the dtype of the rows after each addition."""
 
-    def sum_places(original: Any, grad: torch.Tensor, table: Any) -> torch.Tensor:
+    def sum_positions(original: Any, grad: torch.Tensor, table: Any) -> torch.Tensor:
         total = grad.new_zeros(table.num_rows, *grad.shape[1:])
-        for place, row in enumerate(table.index.tolist()):
-            total[row] += grad[place]
+        for position, row in enumerate(table.index.tolist()):
+            total[row] += grad[position]
         return total
 
-    _wrap(monkeypatch, gather_torch, "sum_places", sum_places)
+    _wrap(monkeypatch, gather_torch, "sum_positions", sum_positions)
 
 
 def states_in_bfloat16(monkeypatch: Any) -> None:

@@ -131,9 +131,9 @@ def freed_before_the_recompute(monkeypatch: Any) -> None:
     def lives(original: Any, ops: Any, batches: Any) -> Any:
         found = original(ops, batches)
         drops: list[list[int]] = [[] for _ in ops]
-        for place, trunks in enumerate(found.drops):
-            kind, index = ops[place]
-            drops[ops.index(("F", index)) if kind == "B" else place].extend(trunks)
+        for position, trunks in enumerate(found.drops):
+            kind, index = ops[position]
+            drops[ops.index(("F", index)) if kind == "B" else position].extend(trunks)
         return dataclasses.replace(found, drops=tuple(map(tuple, drops)))
 
     _wrap(monkeypatch, run, "handoff_lives", lives)

@@ -15,8 +15,8 @@ from harts_hf.planner.microbatch import Microbatch
 def random_schedule(tree: RolloutTree, seed: int, execution: str, *, pieces: int = 6) -> Schedule:
     """A valid schedule that no planner would make.
 
-    Rows are cut in preorder at random places: on and off chunk boundaries, inside a replay, right after a branch. Each
-    piece reads the upper part of its prefix from trunks and computes the lower part, cut at a random row, again.
+    Rows are cut in preorder at random positions: on and off chunk boundaries, inside a replay, right after a branch.
+    Each piece reads the upper part of its prefix from trunks and computes the lower part, cut at a random row, again.
     """
     rng = np.random.default_rng(seed)
     cuts = np.unique(rng.integers(1, tree.num_tokens, min(pieces - 1, tree.num_tokens - 1)))

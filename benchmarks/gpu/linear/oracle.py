@@ -33,13 +33,13 @@ def recurrent_rule(
     decay = g.exp()[..., None] if g.dim() == 3 else g.exp()[..., None, None]
     order = np.argsort(forest.depth, kind="stable")
     bounds = np.searchsorted(forest.depth[order], np.arange(forest.depth.max() + 2))
-    place = np.empty(forest.num_rows, np.int64)
+    position = np.empty(forest.num_rows, np.int64)
     outputs = []
     state = q.new_zeros(1, v.shape[1], k.shape[2], v.shape[2])
     for depth in range(len(bounds) - 1):
         rows = order[bounds[depth] : bounds[depth + 1]]
-        place[rows] = np.arange(len(rows))
-        above = np.zeros(len(rows), np.int64) if depth == 0 else place[forest.parent[rows]]
+        position[rows] = np.arange(len(rows))
+        above = np.zeros(len(rows), np.int64) if depth == 0 else position[forest.parent[rows]]
         index = torch.from_numpy(rows).to(q.device)
         state = state[torch.from_numpy(above).to(q.device)] * decay[index]
         k_d, v_d = k[index], v[index]

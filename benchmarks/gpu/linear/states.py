@@ -23,10 +23,15 @@ def states(forest: Forest, device: str = "cuda") -> dict[str, float]:
         def rand(*shape: int, generator=generator) -> torch.Tensor:
             return torch.randn(*shape, generator=generator, device=device)
 
-        heads, value_heads, dim, places = (4 if kimi else 2), 4, 128, whole.num_places
-        k = (rand(1, places, heads, dim) * dim**-0.5).to(dtype)
-        w, u = (rand(1, places, value_heads, dim) * dim**-0.5).to(dtype), rand(1, places, value_heads, dim).to(dtype)
-        gate = -torch.rand(1, places, value_heads, *([dim] if kimi else []), generator=generator, device=device) * 0.05
+        heads, value_heads, dim, positions = (4 if kimi else 2), 4, 128, whole.num_positions
+        k = (rand(1, positions, heads, dim) * dim**-0.5).to(dtype)
+        w, u = (
+            (rand(1, positions, value_heads, dim) * dim**-0.5).to(dtype),
+            rand(1, positions, value_heads, dim).to(dtype),
+        )
+        gate = (
+            -torch.rand(1, positions, value_heads, *([dim] if kimi else []), generator=generator, device=device) * 0.05
+        )
         g = gate.clone()
         for begin, end in node_rows(whole):
             g[:, begin:end] = gate[:, begin:end].cumsum(1)
@@ -36,7 +41,7 @@ def states(forest: Forest, device: str = "cuda") -> dict[str, float]:
             slots = torch.full((chains.num_slots, value_heads, dim, dim), float("nan"), device=device)
             parts = []
             for group in chains.groups:
-                cut = [x[:, slice(*group.places)] for x in (k, w, u, g)]
+                cut = [x[:, slice(*group.positions)] for x in (k, w, u, g)]
                 parts.append(run_states_forward(*cut, slots, group, chunk_size=CHUNK_SIZE, write_slots=True))
             found[size] = [torch.cat(column, 1) for column in zip(*parts, strict=True)] + [slots]
         same = all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
@@ -55,7 +60,7 @@ def node_rows(chains: PackedChains) -> list[tuple[int, int]]:
         ends = group.cu_seqlens.tolist()
         for chain, step in group.chunk_indices.tolist():
             begin, end = ends[chain] + CHUNK_SIZE * step, ends[chain + 1]
-            rows.append((group.places[0] + begin, group.places[0] + min(begin + CHUNK_SIZE, end)))
+            rows.append((group.positions[0] + begin, group.positions[0] + min(begin + CHUNK_SIZE, end)))
     return rows
 
 

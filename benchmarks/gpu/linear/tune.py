@@ -25,14 +25,14 @@ def state_kernels(kind: LinearKind, forest: Forest) -> Callable[..., None]:
 
     tables = forest.linear_tables().to("cuda")
     chains: ChainGroup = build_packed_chains(tables, np.zeros(0, np.int64), 0, group_size=10**9).groups[0]
-    places, dim, value_heads = chains.places[1], kind.dim, kind.value_heads
+    positions, dim, value_heads = chains.positions[1], kind.dim, kind.value_heads
 
     def rand(heads: int) -> torch.Tensor:
-        return torch.randn(1, places, heads, dim, device="cuda").bfloat16() * 0.1
+        return torch.randn(1, positions, heads, dim, device="cuda").bfloat16() * 0.1
 
     q, k = rand(kind.heads), rand(kind.heads)
     w, u, do, dv = (rand(value_heads) for _ in range(4))
-    gate = torch.rand(1, places, value_heads, *([dim] if kind.kimi else []), device="cuda") * -3
+    gate = torch.rand(1, positions, value_heads, *([dim] if kind.kimi else []), device="cuda") * -3
     slots = torch.zeros(chains.num_slots, value_heads, dim, dim, device="cuda")
 
     def run(direction: str, width: int, write_slots: bool = True) -> None:

@@ -75,7 +75,7 @@ def _classify(first, key_block, lo_min, lo_max, hi_min, hi_max, num_queries, num
 
 @triton.jit
 def _append(index, found, number, count):
-    """Stores the numbers of the found places behind the ``count`` there are; the new count."""
+    """Stores the numbers of the found positions behind the ``count`` there are; the new count."""
     flags = found.to(tl.int32)
     tl.store(index + count + tl.cumsum(flags, 0) - 1, number, mask=found)
     return count + tl.sum(flags)
@@ -87,11 +87,11 @@ def _finish(counts, indices, row, rows, columns, partial, full, BLOCK: tl.conste
     tl.store(counts + rows + row, full)
     row_start = row.to(tl.int64) * columns
     for start in range(0, columns, BLOCK):
-        place = start + tl.arange(0, BLOCK)
+        position = start + tl.arange(0, BLOCK)
         zero = tl.zeros([BLOCK], dtype=tl.int32)
-        tl.store(indices + row_start + place, zero, mask=(place >= partial) & (place < columns))
+        tl.store(indices + row_start + position, zero, mask=(position >= partial) & (position < columns))
         full_start = rows.to(tl.int64) * columns + row_start
-        tl.store(indices + full_start + place, zero, mask=(place >= full) & (place < columns))
+        tl.store(indices + full_start + position, zero, mask=(position >= full) & (position < columns))
 
 
 @triton.jit(do_not_specialize=_SIZES)

@@ -45,8 +45,8 @@ class _TreeConv(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             taps = weight.T.contiguous()
             grad_x = grad.new_zeros(x.shape)
-            for turn, rows, places in rounds(table.gather):
-                part = grad.index_select(0, places // table.width) * taps.index_select(0, places % table.width)
+            for turn, rows, positions in rounds(table.gather):
+                part = grad.index_select(0, positions // table.width) * taps.index_select(0, positions % table.width)
                 add_round_(grad_x, turn, rows, part)
             grad_x = grad_x.to(x.dtype)
         if ctx.needs_input_grad[1]:

@@ -53,16 +53,16 @@ class Readers:
 @kept_with_table
 def readers(table: ConvTable) -> Readers:
     """Readers of each row, built on the table's device; heavy rows have no entries in ``by_tap``."""
-    ptr, places, width = table.gather.ptr, table.gather.places, table.width
+    ptr, positions, width = table.gather.ptr, table.gather.positions, table.width
     num_rows = table.gather.num_rows
-    row = torch.arange(num_rows, device=ptr.device).repeat_interleave(ptr.diff(), output_size=len(places))
-    slot = row * width + places % width
+    row = torch.arange(num_rows, device=ptr.device).repeat_interleave(ptr.diff(), output_size=len(positions))
+    slot = row * width + positions % width
     counts = torch.zeros(num_rows * width, dtype=torch.int32, device=ptr.device)
     counts.index_add_(0, slot, torch.ones_like(slot, dtype=torch.int32))
     is_heavy = (counts.view(num_rows, width) > 1).any(1)
     by_tap = torch.full((num_rows * width,), -1, dtype=torch.int32, device=ptr.device)
     light = ~is_heavy[row]
-    by_tap[slot[light]] = (places[light] // width).int()
+    by_tap[slot[light]] = (positions[light] // width).int()
     return Readers(by_tap.view(num_rows, width), is_heavy.nonzero().squeeze(1))
 
 
@@ -137,7 +137,7 @@ class _TreeConv(torch.autograd.Function):
         if len(who.heavy):
             gather = table.gather
             _backward_x_heavy[(len(who.heavy), column_blocks)](
-                d_pre, taps, who.heavy, gather.ptr, gather.places, dx, ROWS=_ROWS, **shape
+                d_pre, taps, who.heavy, gather.ptr, gather.positions, dx, ROWS=_ROWS, **shape
             )
         return dx, d_weight, d_bias, None, None
 
@@ -264,7 +264,7 @@ def _backward_x_heavy(
     taps,
     heavy,
     ptr,
-    places,
+    positions,
     dx,
     D: tl.constexpr,
     W: tl.constexpr,
@@ -278,9 +278,9 @@ def _backward_x_heavy(
     total = tl.zeros([COLUMNS], dtype=tl.float32)
     for first in range(begin, end, ROWS):
         entries = first + tl.arange(0, ROWS)
-        place = tl.load(places + entries, mask=entries < end, other=0)
+        position = tl.load(positions + entries, mask=entries < end, other=0)
         mask = (entries < end)[:, None] & m_c[None, :]
-        grad = tl.load(d_pre + (place // W)[:, None] * D + o_c[None, :], mask=mask, other=0.0).to(tl.float32)
-        factor = tl.load(taps + (place % W)[:, None] * D + o_c[None, :], mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(d_pre + (position // W)[:, None] * D + o_c[None, :], mask=mask, other=0.0).to(tl.float32)
+        factor = tl.load(taps + (position % W)[:, None] * D + o_c[None, :], mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(grad * factor, 0)
     tl.store(dx + row * D + o_c, total.to(dx.dtype.element_ty), mask=m_c)

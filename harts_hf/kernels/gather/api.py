@@ -13,12 +13,12 @@ _BY_DEVICE = {"cpu": "torch", "cuda": "triton"}
 def gather_rows(x: torch.Tensor, table: GatherIndex, *, backend: str | None = None) -> torch.Tensor:
     """Rows of ``x`` at ``table.index``; -1 reads zeros.
 
-    The backward adds the gradients of the places that read a row in ascending order of the places, in float32 (or
+    The backward adds the gradients of the positions that read a row, in ascending order, in float32 (or
     ``x.dtype`` if wider), and rounds the sum to ``x.dtype`` once. It is deterministic.
 
     Args:
         x: ``[R, ...]`` floating point.
-        table: ``P`` places over ``R`` rows.
+        table: ``P`` positions over ``R`` rows.
         backend: "torch", "triton" or "reference"; None chooses by device.
 
     Returns:
@@ -31,7 +31,7 @@ def gather_rows(x: torch.Tensor, table: GatherIndex, *, backend: str | None = No
     check_floating(x=x)
     if x.dim() == 0 or x.shape[0] != table.num_rows:
         raise ValueError(f"expected x with {table.num_rows} rows, got shape {list(x.shape)}")
-    check_same_device(x=x, index=table.index, places=table.places)
+    check_same_device(x=x, index=table.index, positions=table.positions)
     if backend is None and x.dtype == torch.float64:
         backend = "torch"  # the GPU's kernels sum in float32
     chosen = choose_backend("gather_rows", backend, x.device, by_device=_BY_DEVICE)

@@ -1,4 +1,4 @@
-"""Gather whose backward goes round by round: round k adds the k-th place of every row, so no two adds meet."""
+"""Gather whose backward goes round by round: round k adds the k-th position of every row, so no two adds meet."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from harts_hf.kernels.checks import wide_dtype
 # Below this many rows a round costs more in calls than its additions do one after another.
 _SMALL_ROUND = 32
 
-# (turn, rows, places)
+# (turn, rows, positions)
 Round = tuple[int | None, torch.Tensor, torch.Tensor]
 
 
@@ -30,7 +30,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return sum_places(grad, ctx.table).to(ctx.dtype), None
+        return sum_positions(grad, ctx.table).to(ctx.dtype), None
 
 
 def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -42,11 +42,11 @@ def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return rows.index_fill_(0, missing, 0) if len(missing) else rows
 
 
-def sum_places(grad: torch.Tensor, table: GatherIndex) -> torch.Tensor:
-    """``[R, ...]`` in float32 or wider: for each row the sum of ``grad`` over its places, in ascending order."""
+def sum_positions(grad: torch.Tensor, table: GatherIndex) -> torch.Tensor:
+    """``[R, ...]`` in float32 or wider: for each row the sum of ``grad`` over its positions, in ascending order."""
     total: torch.Tensor | None = None
-    for turn, rows, places in rounds(table):
-        part = grad.index_select(0, places).to(wide_dtype(grad))
+    for turn, rows, positions in rounds(table):
+        part = grad.index_select(0, positions).to(wide_dtype(grad))
         if turn == 0 and len(rows) == table.num_rows:
             total = part  # every row is read, as usual
             continue
@@ -58,22 +58,22 @@ def sum_places(grad: torch.Tensor, table: GatherIndex) -> torch.Tensor:
 
 @kept_with_table
 def rounds(table: GatherIndex) -> list[Round]:
-    """Splits a table into rounds: round k holds the k-th place of every row that has one.
+    """Splits a table into rounds: round k holds the k-th position of every row that has one.
 
-    When few rows have places left, a last round of turn None holds them all, row by row in ascending order.
+    When few rows have positions left, a last round of turn None holds them all, row by row in ascending order.
     """
     counts = table.ptr.diff()
     rows = counts.nonzero().squeeze(1)
     found: list[Round] = []
     while len(rows) and (not found or len(rows) >= _SMALL_ROUND):
         turn = len(found)
-        found.append((turn, rows, table.places[table.ptr[rows] + turn]))
+        found.append((turn, rows, table.positions[table.ptr[rows] + turn]))
         rows = rows[counts[rows] > turn + 1]
     if len(rows):
         left = counts[rows] - len(found)
         starts = (table.ptr[rows] + len(found)).repeat_interleave(left)
         steps = torch.arange(len(starts), device=left.device) - (left.cumsum(0) - left).repeat_interleave(left)
-        found.append((None, rows.repeat_interleave(left), table.places[starts + steps]))
+        found.append((None, rows.repeat_interleave(left), table.positions[starts + steps]))
     return found
 
 

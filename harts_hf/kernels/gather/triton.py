@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN202 -- Triton reads a kernel's annotations as its own types
 # mypy: disallow-untyped-defs=False
-"""Row gather in Triton; the backward sums each row's places in ascending order, in fp32, without atomics."""
+"""Row gather in Triton; the backward sums each row's positions in ascending order, in fp32, without atomics."""
 
 import math
 from typing import Any
@@ -35,13 +35,13 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return sum_places(grad, ctx.table.ptr, ctx.table.places).view(ctx.shape), None
+        return sum_positions(grad, ctx.table.ptr, ctx.table.positions).view(ctx.shape), None
 
 
 def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """``x[index]`` along the first dimension, zeros where ``index`` is -1: ``[P, ...]``, contiguous."""
     out = torch.empty(len(index), *x.shape[1:], dtype=x.dtype, device=x.device)
-    if out.numel() == 0 or x.numel() == 0:  # without rows every place reads zeros
+    if out.numel() == 0 or x.numel() == 0:  # without rows every position reads zeros
         return out.zero_()
     size = math.prod(x.shape[1:])
     rows = x if x[:1].is_contiguous() else x.contiguous()
@@ -50,36 +50,36 @@ def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def sum_places(grad: torch.Tensor, ptr: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """``[R, D]`` in the dtype of ``grad``: for each row the fp32 sum of ``grad`` ``[P, ...]`` over its places."""
+def sum_positions(grad: torch.Tensor, ptr: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """``[R, D]`` in the dtype of ``grad``: for each row the fp32 sum of ``grad`` ``[P, ...]`` over its positions."""
     grad = grad.reshape(len(grad), -1).contiguous()
     num_rows, size = len(ptr) - 1, grad.shape[1]
     out = torch.empty(num_rows, size, dtype=grad.dtype, device=grad.device)
     if out.numel() == 0:
         return out
     block = min(_BLOCK, triton.next_power_of_2(size))
-    _sum_places[(num_rows, triton.cdiv(size, block))](grad, ptr, places, out, SIZE=size, BLOCK=block)
+    _sum_positions[(num_rows, triton.cdiv(size, block))](grad, ptr, positions, out, SIZE=size, BLOCK=block)
     return out
 
 
 @triton.jit
 def _take(x, index, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.load(index + place)
+    position = tl.program_id(0).to(tl.int64)
+    row = tl.load(index + position)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
     value = tl.load(x + row * stride + columns, mask=mask & (row >= 0), other=0.0)
-    tl.store(out + place * SIZE + columns, value, mask=mask)
+    tl.store(out + position * SIZE + columns, value, mask=mask)
 
 
 @triton.jit
-def _sum_places(grad, ptr, places, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_positions(grad, ptr, positions, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
     begin, end = tl.load(ptr + row), tl.load(ptr + row + 1)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for entry in range(begin, end):
-        place = tl.load(places + entry)
-        total += tl.load(grad + place * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+        position = tl.load(positions + entry)
+        total += tl.load(grad + position * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + columns, total.to(out.dtype.element_ty), mask=mask)

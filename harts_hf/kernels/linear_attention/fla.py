@@ -93,11 +93,11 @@ def _own_outputs(packed: torch.Tensor, chains: PackedChains) -> torch.Tensor:
 
 
 def _output_gradients(d_output: torch.Tensor, chains: PackedChains, group: ChainGroup) -> torch.Tensor:
-    """``[1, P, HV, V]`` for the places of a group."""
-    places = slice(*group.places)
+    """``[1, P, HV, V]`` for the positions of a group."""
+    positions = slice(*group.positions)
     if chains.output_is_identity:
-        return d_output[places].contiguous()[None]
-    return take_rows(d_output, chains.output_reader[places])[None]
+        return d_output[positions].contiguous()[None]
+    return take_rows(d_output, chains.output_reader[positions])[None]
 
 
 class _Joined:
@@ -113,10 +113,10 @@ class _Joined:
             self._whole = list(parts)
             return
         if not self._whole:
-            places = self._chains.num_places
-            self._whole = [part.new_empty(1, places, *part.shape[2:]) for part in parts]
+            positions = self._chains.num_positions
+            self._whole = [part.new_empty(1, positions, *part.shape[2:]) for part in parts]
         for whole, part in zip(self._whole, parts, strict=True):
-            whole[:, slice(*group.places)] = part
+            whole[:, slice(*group.positions)] = part
 
     def take(self) -> list[torch.Tensor]:
         """The whole tensors."""
@@ -124,7 +124,7 @@ class _Joined:
 
 
 def _cut(group: ChainGroup, *packed: torch.Tensor) -> list[torch.Tensor]:
-    return [x[:, slice(*group.places)] for x in packed]
+    return [x[:, slice(*group.positions)] for x in packed]
 
 
 def _where(chains: PackedChains, group: ChainGroup) -> tuple[dict[str, Any], dict[str, Any]]:

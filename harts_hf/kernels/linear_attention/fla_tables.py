@@ -24,13 +24,13 @@ from harts_hf.tree import IntArray
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ChainGroup(Tables):
-    """Consecutive chains, ``Q`` of ``M`` nodes over ``P`` places; all numbers but slots count from the group's first.
+    """Consecutive chains, ``Q`` of ``M`` nodes over ``P`` positions; numbers but slots count from the group's first.
 
     Chains start from slots that earlier groups, or earlier rounds of the same group, have filled.
 
     Attributes:
-        places: first place of the group among all, and the exclusive end (host integers).
-        cu_seqlens: ``[Q + 1]`` int64 place offsets of the chains.
+        positions: first position of the group among all, and the exclusive end (host integers).
+        cu_seqlens: ``[Q + 1]`` int64 position offsets of the chains.
         chunk_indices: ``[M, 2]`` int64, chain and position in it of each node.
         first_node: ``[Q]`` int64, each chain's first node.
         start_slot: ``[Q]`` int32 slot that each chain starts from, -1 for a zero state.
@@ -45,7 +45,7 @@ class ChainGroup(Tables):
             gradients have one order however chains are grouped.
     """
 
-    places: tuple[int, int]
+    positions: tuple[int, int]
     cu_seqlens: torch.Tensor
     chunk_indices: torch.Tensor
     first_node: torch.Tensor
@@ -83,16 +83,16 @@ class ChainGroup(Tables):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedChains(Tables):
-    """Chunk nodes packed as chains over ``P`` places, with ``S`` state slots.
+    """Chunk nodes packed as chains over ``P`` positions, with ``S`` state slots.
 
     Slots hold fp32 states: first the boundary states handed in, then the outgoing states that some other chain starts
     from or that the caller exports.
 
     Attributes:
-        gather: ``P`` places over the ``E + N`` rows.
-        output: ``[N]`` int64, the place of each own row's output.
-        output_reader: ``[P]`` int64, the own row that takes its output from a place, or -1.
-        output_is_identity: every place is the own row of the same number.
+        gather: ``P`` positions over the ``E + N`` rows.
+        output: ``[N]`` int64, the position of each own row's output.
+        output_reader: ``[P]`` int64, the own row that takes its output from a position, or -1.
+        output_is_identity: every position is the own row of the same number.
         starts_from_nothing: ``[E + N]`` int8, 1 where a row is the first of a chain that starts from no state (its
             gate multiplies a zero state, so its gate's gradient is exactly 0).
         groups: in the order in which the forward runs them.
@@ -114,7 +114,7 @@ class PackedChains(Tables):
     chunk_size: int
 
     @property
-    def num_places(self) -> int:
+    def num_positions(self) -> int:
         """P."""
         return len(self.output_reader)
 
@@ -168,19 +168,19 @@ def build_packed_chains(
     chains = decompose_chains(parent)
     order, chain_start = _preorder_of_chains(chains.head)
     counts = np.diff(np.append(chain_start, num_nodes))
-    place_of_node = np.zeros(num_nodes + 1, np.int64)
-    np.cumsum(lengths[order], out=place_of_node[1:])
+    position_of_node = np.zeros(num_nodes + 1, np.int64)
+    np.cumsum(lengths[order], out=position_of_node[1:])
     slots = _slots(parent, order[chain_start], order, _host(tables.initial)[order[chain_start]], exports, num_initial)
     rows = _host(tables.gather.index).reshape(num_nodes, size)[order]
     rows = rows[np.arange(size) < lengths[order][:, None]]
     packed_number = np.empty(num_nodes, np.int64)
     packed_number[order] = np.arange(num_nodes)
     owner, owner_slot = np.divmod(_host(tables.output.index), size)
-    output = place_of_node[packed_number[owner]] + owner_slot
+    output = position_of_node[packed_number[owner]] + owner_slot
     reader = np.full(len(rows), -1, np.int64)
     reader[output] = np.arange(len(output))
     nothing = np.zeros(tables.gather.num_rows, np.int8)
-    nothing[rows[place_of_node[chain_start[slots.start_slot < 0]]]] = 1
+    nothing[rows[position_of_node[chain_start[slots.start_slot < 0]]]] = 1
     weights = counts + (slots.start_slot >= 0)
     limit = default_group_size(int(weights.sum()), tables.num_rows, size) if group_size is None else group_size
     bounds = _group_bounds(weights, limit)
@@ -191,7 +191,7 @@ def build_packed_chains(
             counts[first:stop],
             slots.start_slot[first:stop],
             slots.node_slot[order[ends[first] : ends[stop]]],
-            place_of_node[ends[first : stop + 1]],
+            position_of_node[ends[first : stop + 1]],
             slots.num_slots,
         )
         for first, stop in pairwise(bounds)
@@ -238,14 +238,14 @@ def _group_bounds(weights: IntArray, limit: int) -> list[int]:
 
 
 def _group(
-    rounds: IntArray, counts: IntArray, start_slot: IntArray, node_slot: IntArray, places: IntArray, num_slots: int
+    rounds: IntArray, counts: IntArray, start_slot: IntArray, node_slot: IntArray, positions: IntArray, num_slots: int
 ) -> ChainGroup:
     """One group.
 
     Args:
         rounds, counts, start_slot: ``[Q]`` call, nodes and slot of each chain.
         node_slot: ``[M]``.
-        places: ``[Q + 1]`` offsets of the chains in all places.
+        positions: ``[Q + 1]`` offsets of the chains in all positions.
         num_slots: of the whole tree.
     """
     present, round_of = np.unique(rounds, return_inverse=True)  # a group need not have chains of every round
@@ -259,8 +259,8 @@ def _group(
     slot_order = np.argsort(slot_round, kind="stable")
     readers = GatherIndex.build(start_slot[::-1], num_slots)
     return ChainGroup(
-        places=(int(places[0]), int(places[-1])),
-        cu_seqlens=torch.from_numpy(places - places[0]),
+        positions=(int(positions[0]), int(positions[-1])),
+        cu_seqlens=torch.from_numpy(positions - positions[0]),
         chunk_indices=torch.from_numpy(
             np.stack([chain_of_node, np.arange(len(node_slot)) - first_node[chain_of_node]], axis=1)
         ),
@@ -274,7 +274,7 @@ def _group(
         slots_by_round=torch.from_numpy(slot_order.astype(np.int32)),
         slot_round_ptr=tuple(np.searchsorted(slot_round[slot_order], all_rounds).tolist()),
         slot_ptr=readers.ptr,
-        slot_chains=(len(start_slot) - 1 - readers.places).int(),
+        slot_chains=(len(start_slot) - 1 - readers.positions).int(),
     )
 
 

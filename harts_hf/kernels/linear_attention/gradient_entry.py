@@ -11,8 +11,8 @@ import torch
 from harts_hf.kernels.linear_attention.order import LevelOrder
 
 
-def gradient_places(grad: torch.Tensor, grad_states: torch.Tensor | None, order: LevelOrder) -> torch.Tensor:
-    """The place ``node * C + slot`` for the gradient of each own row.
+def gradient_positions(grad: torch.Tensor, grad_states: torch.Tensor | None, order: LevelOrder) -> torch.Tensor:
+    """The position ``node * C + slot`` for the gradient of each own row.
 
     Args:
         grad: ``[N, HV, V]`` of the outputs.
@@ -24,18 +24,18 @@ def gradient_places(grad: torch.Tensor, grad_states: torch.Tensor | None, order:
     """
     gather, size = order.gather, order.chunk_size
     first_own = gather.num_rows - len(grad)
-    if len(gather.places) == gather.num_rows:
-        return order.output_places  # no row has two copies
+    if len(gather.positions) == gather.num_rows:
+        return order.output_positions  # no row has two copies
     row_is_active = grad.new_zeros(gather.num_rows + 1, dtype=torch.bool)  # the last entry stands for empty slots
     row_is_active[first_own:-1] = (grad != 0).flatten(1).any(dim=1)
     slots = torch.arange(1, size + 1, device=grad.device)
     reach = (row_is_active[gather.index].view(-1, size) * slots).amax(dim=1)  # [M] slots up to the last active one
     reach[_passes_gradient(reach > 0, grad_states, order)] = size + 1
-    # Of each row's places, ascending in `gather.places`, the first of the largest reach.
+    # Of each row's positions, ascending in `gather.positions`, the first of the largest reach.
     row = torch.arange(gather.num_rows, device=grad.device).repeat_interleave(gather.ptr.diff())
-    reach_of_place = reach[gather.places // size]
-    largest = reach.new_zeros(gather.num_rows).scatter_reduce_(0, row, reach_of_place, "amax")
-    candidates = torch.where(reach_of_place == largest[row], gather.places, order.num_nodes * size)
+    reach_of_position = reach[gather.positions // size]
+    largest = reach.new_zeros(gather.num_rows).scatter_reduce_(0, row, reach_of_position, "amax")
+    candidates = torch.where(reach_of_position == largest[row], gather.positions, order.num_nodes * size)
     best = torch.full_like(largest, order.num_nodes * size).scatter_reduce_(0, row, candidates, "amin")
     return best[first_own:]
 

@@ -17,10 +17,10 @@ class Level:
         start: first node.
         kept_stop: nodes from ``start`` to here leave a state that somebody reads, those from here to ``stop`` do not.
         stop: exclusive end.
-        parents: ``[stop - start]`` for each node the place, among the kept nodes of the level before, of the state
+        parents: ``[stop - start]`` for each node the position, among the kept nodes of the level before, of the state
             that it starts from (levels after the first).
         exports: rows of the exported states that this level fills.
-        exported: for each of them the place among the kept nodes.
+        exported: for each of them the position among the kept nodes.
     """
 
     start: int
@@ -41,12 +41,12 @@ class HeadTables:
     """The tables of a call over rows of single heads: row ``r`` and head ``h`` are row ``r * H + h``.
 
     Attributes:
-        gather: ``M * H * C`` places ``(node * H + head) * C + slot``.
-        output_places: ``[N * H]``.
+        gather: ``M * H * C`` positions ``(node * H + head) * C + slot``.
+        output_positions: ``[N * H]``.
     """
 
     gather: GatherIndex
-    output_places: torch.Tensor
+    output_positions: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +54,8 @@ class LevelOrder:
     """The tables of a call in level order; within a level the nodes that leave a state come first.
 
     Attributes:
-        gather: the gather table with its places renumbered.
-        output_places: ``[N]`` ``node * C + slot`` from which each own row's output is taken.
+        gather: the gather table with its positions renumbered.
+        output_positions: ``[N]`` ``node * C + slot`` from which each own row's output is taken.
         levels: the steps.
         starts: nodes of the first level that start from a boundary state.
         initial: that state, for each of them.
@@ -65,7 +65,7 @@ class LevelOrder:
     """
 
     gather: GatherIndex
-    output_places: torch.Tensor
+    output_positions: torch.Tensor
     levels: list[Level]
     starts: torch.Tensor
     initial: torch.Tensor
@@ -84,7 +84,7 @@ class LevelOrder:
         if heads not in self._by_head:
             self._by_head[heads] = HeadTables(
                 gather=_gather_by_head(self.gather, heads, self.chunk_size),
-                output_places=places_by_head(self.output_places, heads, self.chunk_size).flatten(),
+                output_positions=positions_by_head(self.output_positions, heads, self.chunk_size).flatten(),
             )
         return self._by_head[heads]
 
@@ -109,9 +109,9 @@ class LevelOrder:
             gather=GatherIndex(
                 index=tables.gather.index.view(-1, size)[order].flatten(),
                 ptr=tables.gather.ptr,
-                places=number[tables.gather.places // size] * size + tables.gather.places % size,
+                positions=number[tables.gather.positions // size] * size + tables.gather.positions % size,
             ),
-            output_places=number[tables.output.index // size] * size + tables.output.index % size,
+            output_positions=number[tables.output.index // size] * size + tables.output.index % size,
             levels=_levels(tables.level_ptr, kept_before.diff().tolist(), parent, exported),
             starts=starts,
             initial=initial[starts],
@@ -133,27 +133,27 @@ def _order_without_exports(tables: LinearTables) -> LevelOrder:
     return LevelOrder.build(tables, torch.zeros(0, dtype=torch.int64, device=tables.parent.device))
 
 
-def places_by_head(places: torch.Tensor, heads: int, chunk_size: int) -> torch.Tensor:
+def positions_by_head(positions: torch.Tensor, heads: int, chunk_size: int) -> torch.Tensor:
     """``node * C + slot`` ``[P]`` -> ``(node * heads + head) * C + slot`` ``[P, heads]``."""
-    head = torch.arange(heads, device=places.device)
-    first = (places // chunk_size * heads)[:, None] + head
-    return first * chunk_size + (places % chunk_size)[:, None]
+    head = torch.arange(heads, device=positions.device)
+    first = (positions // chunk_size * heads)[:, None] + head
+    return first * chunk_size + (positions % chunk_size)[:, None]
 
 
 def _gather_by_head(gather: GatherIndex, heads: int, chunk_size: int) -> GatherIndex:
     index = gather.index.view(-1, 1, chunk_size)
     head = torch.arange(heads, device=index.device)
     counts = gather.ptr.diff()
-    # A row's places stand together; now those of its first head come first, then those of its second.
-    place = torch.arange(len(gather.places), device=index.device)
-    moved = (place + (heads - 1) * gather.ptr[:-1].repeat_interleave(counts))[:, None]
+    # A row's positions stand together; now those of its first head come first, then those of its second.
+    position = torch.arange(len(gather.positions), device=index.device)
+    moved = (position + (heads - 1) * gather.ptr[:-1].repeat_interleave(counts))[:, None]
     moved = moved + counts.repeat_interleave(counts)[:, None] * head
-    places = torch.empty_like(moved).flatten()
-    places[moved.flatten()] = places_by_head(gather.places, heads, chunk_size).flatten()
+    positions = torch.empty_like(moved).flatten()
+    positions[moved.flatten()] = positions_by_head(gather.positions, heads, chunk_size).flatten()
     return GatherIndex(
         index=torch.where(index < 0, -1, index * heads + head[:, None]).flatten(),
         ptr=torch.nn.functional.pad(counts.repeat_interleave(heads).cumsum(0), (1, 0)),
-        places=places,
+        positions=positions,
     )
 
 

@@ -6,8 +6,8 @@ import torch
 
 from harts_hf.kernels.checks import exact_backward
 from harts_hf.kernels.linear_attention.chunk import ChunkGrads, Chunks, unit_lower_inverse
-from harts_hf.kernels.linear_attention.gradient_entry import gradient_places
-from harts_hf.kernels.linear_attention.order import Level, LevelOrder, places_by_head
+from harts_hf.kernels.linear_attention.gradient_entry import gradient_positions
+from harts_hf.kernels.linear_attention.order import Level, LevelOrder, positions_by_head
 
 # Shapes: M nodes in level order, h value heads, C slots, K channels of keys, V of values. Nodes and heads are one
 # dimension in the products, always batched ones, whose rounding does not depend on the batch.
@@ -33,7 +33,7 @@ class DeltaRule(torch.autograd.Function):
         outputs.baddbmm_(chunks.scores.flatten(0, 1), corrections)
         ctx.save_for_backward(*chunks.tensors, inverse, starts, corrections)
         ctx.rule, ctx.order, ctx.num_initial = rule, order, len(initial_states)
-        rows = outputs.flatten(0, 1).index_select(0, order.by_head(heads).output_places)
+        rows = outputs.flatten(0, 1).index_select(0, order.by_head(heads).output_positions)
         return rows.unflatten(0, (-1, heads)), exports
 
     @staticmethod
@@ -93,7 +93,7 @@ def _run_backward(
     flat_starts = starts.flatten(0, 1)
     keys, writes = chunks.keys.flatten(0, 1), chunks.writes.flatten(0, 1)
     decay = chunks.decay.flatten(0, 1)[..., None]
-    grad_outputs = _place_rows(grad_rows, grad_exports, corrections, heads, order)
+    grad_outputs = _position_rows(grad_rows, grad_exports, corrections, heads, order)
     grad_query = torch.bmm(grad_outputs, flat_starts.mT)
     grad_scores = torch.bmm(grad_outputs, corrections.mT)
     grad_corrections = torch.bmm(chunks.scores.flatten(0, 1).mT, grad_outputs)
@@ -133,16 +133,16 @@ def _flat_slices(level: Level, heads: int) -> tuple[slice, slice]:
     )
 
 
-def _place_rows(
+def _position_rows(
     grad_rows: torch.Tensor | None,
     grad_exports: torch.Tensor | None,
     like: torch.Tensor,
     heads: int,
     order: LevelOrder,
 ) -> torch.Tensor:
-    """``[M h, C, V]``: gradients of output rows at the places where they enter, zeros elsewhere."""
+    """``[M h, C, V]``: gradients of output rows at the positions where they enter, zeros elsewhere."""
     grad = torch.zeros_like(like)
     if grad_rows is not None:
-        places = places_by_head(gradient_places(grad_rows, grad_exports, order), heads, order.chunk_size)
-        grad.flatten(0, 1).index_copy_(0, places.flatten(), grad_rows.flatten(0, 1))
+        positions = positions_by_head(gradient_positions(grad_rows, grad_exports, order), heads, order.chunk_size)
+        grad.flatten(0, 1).index_copy_(0, positions.flatten(), grad_rows.flatten(0, 1))
     return grad

@@ -95,5 +95,5 @@ def _filled(x: torch.Tensor, num_dims: int) -> torch.Tensor:
 def _chunked(rows: torch.Tensor, order: LevelOrder) -> torch.Tensor:
     """``[R, heads, ...]`` -> ``[M, heads, C, ...]``, zeros in empty slots."""
     heads = rows.shape[1]
-    places = gather_rows(rows.flatten(0, 1), order.by_head(heads).gather)
-    return places.unflatten(0, (order.num_nodes, heads, order.chunk_size))
+    positions = gather_rows(rows.flatten(0, 1), order.by_head(heads).gather)
+    return positions.unflatten(0, (order.num_nodes, heads, order.chunk_size))

@@ -2,8 +2,8 @@
 # mypy: disallow-untyped-defs=False
 """Rows into chunk order and their gradients back, in Triton, with the L2 norm of q and k on the way.
 
-One launch gathers q, k, v, g and beta of every place (it also does what stock layers need a ``contiguous()`` for); one
-launch sums each row's places in ascending order, in fp32, and takes the gradient of the norm once per row.
+One launch gathers q, k, v, g and beta of every position (and does what stock layers need a ``contiguous()`` for); one
+launch sums each row's positions in ascending order, in fp32, and takes the gradient of the norm once per row.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ def pack_rows(
     *,
     norm: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """q, k (normalised if ``norm``), v, g, beta of every place, ``[1, P, ...]``, and rstd of q and k, ``[P, H]``."""
+    """q, k (normalised if ``norm``), v, g, beta of every position, ``[1, P, ...]``; rstd of q and k, ``[P, H]``."""
     rows = [_row_contiguous(tensor) for tensor in (q, k, v, g, beta)]
-    places = chains.num_places
-    packed = [torch.empty(1, places, *x.shape[1:], dtype=x.dtype, device=x.device) for x in rows]
+    positions = chains.num_positions
+    packed = [torch.empty(1, positions, *x.shape[1:], dtype=x.dtype, device=x.device) for x in rows]
     heads = q.shape[1]
-    rstd = torch.empty(2, places, heads, dtype=torch.float32, device=q.device)
-    _pack[(places,)](
+    rstd = torch.empty(2, positions, heads, dtype=torch.float32, device=q.device)
+    _pack[(positions,)](
         *rows,
         *packed,
         rstd[0],
@@ -59,7 +59,7 @@ def unpack_gradients(
     *,
     norm: bool,
 ) -> list[torch.Tensor]:
-    """Gradients ``[E + N, ...]`` of q, k, v, g, beta in ``dtypes`` from those of the places.
+    """Gradients ``[E + N, ...]`` of q, k, v, g, beta in ``dtypes`` from those of the positions.
 
     Args:
         gradients: five, ``[1, P, ...]``, of packed q, k (as normalised), v, g, beta.
@@ -69,21 +69,21 @@ def unpack_gradients(
         dtypes: of the five results.
         norm: whether q and k were normalised.
     """
-    places = [x.squeeze(0).contiguous() for x in gradients]
+    positions = [x.squeeze(0).contiguous() for x in gradients]
     num_rows = chains.gather.num_rows
     rows = [
         torch.empty(num_rows, *x.shape[1:], dtype=dtype, device=x.device)
-        for x, dtype in zip(places, dtypes, strict=True)
+        for x, dtype in zip(positions, dtypes, strict=True)
     ]
     _unpack[(num_rows,)](
-        *places,
+        *positions,
         *rows,
         q,
         k,
         q_rstd,
         k_rstd,
         chains.gather.ptr,
-        chains.gather.places,
+        chains.gather.positions,
         chains.starts_from_nothing,
         **_sizes(rows),
         NORM=norm,
@@ -148,16 +148,16 @@ def _pack(
     BB: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.load(index + place)
+    position = tl.program_id(0).to(tl.int64)
+    row = tl.load(index + position)
     o_h, o_k = tl.arange(0, BH), tl.arange(0, BK)
     o_hk = o_h[:, None] * K + o_k[None, :]
     m_hk = (o_h < H)[:, None] & (o_k < K)[None, :]
-    _pack_norm(q + row * stride_q, q_out + place * H * K, q_rstd + place * H, eps, o_h, o_hk, m_hk, H, NORM)
-    _pack_norm(k + row * stride_k, k_out + place * H * K, k_rstd + place * H, eps, o_h, o_hk, m_hk, H, NORM)
-    _copy(v + row * stride_v, v_out + place * V, V, BV)
-    _copy(g + row * stride_g, g_out + place * G, G, BG)
-    _copy(b + row * stride_b, b_out + place * B, B, BB)
+    _pack_norm(q + row * stride_q, q_out + position * H * K, q_rstd + position * H, eps, o_h, o_hk, m_hk, H, NORM)
+    _pack_norm(k + row * stride_k, k_out + position * H * K, k_rstd + position * H, eps, o_h, o_hk, m_hk, H, NORM)
+    _copy(v + row * stride_v, v_out + position * V, V, BV)
+    _copy(g + row * stride_g, g_out + position * G, G, BG)
+    _copy(b + row * stride_b, b_out + position * B, B, BB)
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def _unpack(
     q_rstd,
     k_rstd,
     ptr,
-    places,
+    positions,
     starts_from_nothing,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -220,15 +220,15 @@ def _unpack(
     sum_g = tl.zeros([BG], dtype=tl.float32)
     sum_b = tl.zeros([BB], dtype=tl.float32)
     for entry in range(begin, end):
-        place = tl.load(places + entry)
-        sum_q += tl.load(dq + place * H * K + o_hk, mask=m_hk, other=0.0).to(tl.float32)
-        sum_k += tl.load(dk + place * H * K + o_hk, mask=m_hk, other=0.0).to(tl.float32)
-        sum_v += tl.load(dv + place * V + o_v, mask=o_v < V, other=0.0).to(tl.float32)
-        sum_g += tl.load(dg + place * G + o_g, mask=o_g < G, other=0.0).to(tl.float32)
-        sum_b += tl.load(db + place * B + o_b, mask=o_b < B, other=0.0).to(tl.float32)
+        position = tl.load(positions + entry)
+        sum_q += tl.load(dq + position * H * K + o_hk, mask=m_hk, other=0.0).to(tl.float32)
+        sum_k += tl.load(dk + position * H * K + o_hk, mask=m_hk, other=0.0).to(tl.float32)
+        sum_v += tl.load(dv + position * V + o_v, mask=o_v < V, other=0.0).to(tl.float32)
+        sum_g += tl.load(dg + position * G + o_g, mask=o_g < G, other=0.0).to(tl.float32)
+        sum_b += tl.load(db + position * B + o_b, mask=o_b < B, other=0.0).to(tl.float32)
     if NORM:
         m_first = m_hk & (end > begin)
-        first = tl.load(places + begin, mask=end > begin, other=0)
+        first = tl.load(positions + begin, mask=end > begin, other=0)
         sum_q = _norm_gradient(sum_q, q + first * H * K, q_rstd + first * H, o_h, o_hk, m_first, H)
         sum_k = _norm_gradient(sum_k, k + first * H * K, k_rstd + first * H, o_h, o_hk, m_first, H)
     sum_g = tl.where(tl.load(starts_from_nothing + row) == 0, sum_g, 0.0)

@@ -233,8 +233,8 @@ def _sum_children(d_slots, d_start, slot_ids, slot_ptr, slot_chains, SIZE: tl.co
     mask = offsets < SIZE
     total = tl.load(d_slots + slot * SIZE + offsets, mask=mask, other=0.0)
     begin, end = tl.load(slot_ptr + slot), tl.load(slot_ptr + slot + 1)
-    for place in range(begin, end):
-        chain = tl.load(slot_chains + place).to(tl.int64)
+    for position in range(begin, end):
+        chain = tl.load(slot_chains + position).to(tl.int64)
         total += tl.load(d_start + chain * SIZE + offsets, mask=mask, other=0.0)
     tl.store(d_slots + slot * SIZE + offsets, total, mask=mask)
 
@@ -296,7 +296,7 @@ def run_states_forward(
     write_slots: bool,
     block_v: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs the recurrence over every chain of a group of ``M`` nodes and ``P`` places.
+    """Runs the recurrence over every chain of a group of ``M`` nodes and ``P`` positions.
 
     Args:
         k: ``[1, P, H, K]`` keys, already decayed to the chunk's end for KDA.

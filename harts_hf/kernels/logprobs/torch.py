@@ -69,7 +69,7 @@ def token_logprobs(
 class _Chunk:
     rows: torch.Tensor  # [n] unique hidden rows
     labels: slice  # their labels, a range of the P ones
-    row_of_label: torch.Tensor  # [labels] place in `rows`
+    row_of_label: torch.Tensor  # [labels] position in `rows`
 
 
 def _chunks(rows: torch.Tensor, chunk_rows: int) -> Iterator[_Chunk]:
@@ -101,11 +101,11 @@ class _TokenLogprobs(torch.autograd.Function):
         for chunk in _chunks(rows, chunk_rows):
             z, _ = head.cap_(head.product(hidden.index_select(0, chunk.rows), used_weight, bias))
             log_total = z.logsumexp(dim=1)
-            place = chunk.row_of_label
-            logp[chunk.labels] = z[place, labels[chunk.labels]] - log_total[place]
+            position = chunk.row_of_label
+            logp[chunk.labels] = z[position, labels[chunk.labels]] - log_total[position]
             if entropy is not None:
                 log_p = z.sub_(log_total[:, None])
-                entropy[chunk.labels] = -(log_p.exp() * log_p).sum(dim=1)[place]
+                entropy[chunk.labels] = -(log_p.exp() * log_p).sum(dim=1)[position]
         ctx.save_for_backward(hidden, weight, bias, rows, labels)
         ctx.head, ctx.chunk_rows = head, chunk_rows
         return logp, entropy
