@@ -1,4 +1,4 @@
-"""Which boundary rows and states microbatches of a schedule hand to one another (DESIGN 5).
+"""Which boundary rows and states microbatches of a schedule hand to one another (docs/windows.md).
 
 A dependent reads, per layer: keys and values (or latents) of its whole prefix; the recurrent state at the last chunk
 end above each of its roots; the post-convolution rows of the (at most C - 1) tokens between that chunk end and the

@@ -1,4 +1,4 @@
-"""Rows and states that cross a cut, from trunk microbatches to their dependents, with their gradients (DESIGN 5).
+"""Rows and states that cross a cut, from trunks to their dependents, with their gradients (docs/windows.md).
 
 A trunk's layer *exports*: an identity on its main path that keeps detached copies of the rows that dependents read,
 and in backward adds the gradients that the dependents left there. A dependent's layer *imports*: it reads those

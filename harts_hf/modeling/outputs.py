@@ -11,7 +11,7 @@ sums           a microbatch                          a tensor of fixed shape tha
 
 The first two come with :func:`harts_hf.patch`; :func:`harts_hf.modeling.add_output` adds others. A loss is any
 function of them, its derivatives have the same names and shapes, and the backward of a microbatch is one inner product
-(DESIGN 6).
+(docs/architecture.md).
 """
 
 from collections.abc import Callable, Mapping

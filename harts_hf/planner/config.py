@@ -29,7 +29,7 @@ class PlannerConfig:
         chunk_size: C, the chunk of the linear rule.
         sharing: "always" computes every shared row as seldom as the limits allow; "never" gives every trajectory rows
             of its own; "auto" takes whichever is estimated to be faster.
-        execution: "replay", "nested" or "keep" (DESIGN 5); "auto" takes "replay", which is exact everywhere.
+        execution: "replay", "nested" or "keep" (docs/windows.md); "auto" takes "replay", which is exact everywhere.
         cost: coefficients of the time estimate; None for the defaults.
         handoff: whether a microbatch may read the states of others. False: a cut computes its prefix again.
 

@@ -2,8 +2,10 @@
 
 from harts_hf.runtime.functional import tree_logprobs, window_logprobs, window_values
 from harts_hf.runtime.guard import ModelChangedError
+from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.ranks import Ranks
 from harts_hf.runtime.run import RunOptions, WindowRun
+from harts_hf.runtime.update import SliceRows, TreeUpdate, UpdateReport
 from harts_hf.runtime.values import TreeValues
 from harts_hf.runtime.window import TreeWindow
 
@@ -11,8 +13,12 @@ __all__ = [
     "ModelChangedError",
     "Ranks",
     "RunOptions",
+    "SliceRows",
+    "TreeUpdate",
     "TreeValues",
     "TreeWindow",
+    "UpdateReport",
+    "WindowPlanner",
     "WindowRun",
     "tree_logprobs",
     "window_logprobs",

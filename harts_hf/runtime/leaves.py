@@ -60,8 +60,10 @@ def check_reach(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
     its gradient would be lost.
 
     Raises:
-        ValueError: there is such a tensor; the message gives its shape.
+        ValueError: there is such a tensor (the message gives its shape), or the loss depends on nothing.
     """
+    if not loss.requires_grad:
+        raise ValueError("expected a loss of the values that it is given, got one that depends on none of them")
     given = {id(leaf) for leaf in leaves}
     seen: set[Any] = set()
     open_nodes: list[Any] = [loss.grad_fn]

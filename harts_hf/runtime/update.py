@@ -52,7 +52,8 @@ class UpdateReport:
         loss: the sum of the slices' losses, detached.
         window: what was planned and run.
         limits_raised: whether a limit of the plan could not be kept.
-        scoring_skipped: whether there was no scoring pass.
+        scoring_skipped: whether the scoring pass of a cut plan was left out. (A window of one microbatch has none: its
+            one forward scores and trains.)
         scoring_needed_by: what made one necessary; None where nothing did.
         recompute_difference: the largest difference of a log-prob computed again from its score.
         seconds: of ``planning``, ``scoring``, ``backward``.
@@ -111,28 +112,35 @@ class TreeUpdate:
 
         Args:
             slices: whatever ``rows_of`` and ``loss`` understand; at least one. They are taken in order.
-            rows_of: the trajectories of a slice.
-            loss: of a slice and its values (by name, in the shapes of its index; sums as they are) a scalar. It may
-                be called several times for a slice, the last time on true values.
+            rows_of: the trajectories of a slice and where its values lie on them, as a :class:`SliceRows`.
+            loss: of a slice and its values (by name, in the shapes of its index) a scalar. Sums are those of the whole
+                window, the same for every slice: a loss of several slices takes its own part of them. It may be called
+                several times for a slice, the last time on true values.
             names: of the values and sums that the loss reads.
             unscored: whether the loss's derivatives can be known without the values: "always", where they depend on
-                none (supervised training); "never"; or "probe", where they are believed not to, which is then tried on
-                placeholders. If they can be, and the plan is cut, the scoring pass is left out.
+                none (supervised training), which is taken on trust: gradients are wrong if it is not so; "never"; or
+                "probe", where they are believed not to, which is then tried on placeholders. If they can be, and the
+                plan is cut, in the nested execution and one process, the scoring pass is left out.
             reason: why they cannot be, for the report, where ``unscored`` is "never".
             probing: entered around calls of the loss whose value nobody wants.
 
         Raises:
-            ValueError: a loss that reaches trainable tensors other than its values; trajectories that cannot be
-                planned.
+            ValueError: no slices, a name that the slices' index lacks, a loss that reaches trainable tensors other
+                than its values or depends on none of them, trajectories that cannot be planned.
         """
+        if not slices:
+            raise ValueError("expected at least one slice, got none")
         started = time.perf_counter()
         needed_by = "several_processes" if self.ranks.count > 1 else reason if unscored == "never" else None
         planner = self.planner.with_execution_chosen(can_skip_scoring=needed_by is None)
         window, indices = self._plan(planner, [rows_of(one) for one in slices])
         seconds = {"planning": time.perf_counter() - started}
-        sums = [name for name in names if name not in indices[0]]
-        if sums and unscored != "never":
-            raise ValueError(f"expected a loss of values per row alone with unscored={unscored!r}, got {sums} too")
+        missing = [name for name in names if name not in indices[0]]
+        if missing and unscored != "never":
+            raise ValueError(
+                f"expected names that the slices' index has with unscored={unscored!r}, got {', '.join(missing)} "
+                f"besides {', '.join(indices[0])} (sums are known after scoring only)"
+            )
         job = _Job(slices, indices, loss, names, window, self._like())
         coefficients = None
         if needed_by is None and window.schedule.execution == "nested" and len(window.batches) > 1:
@@ -206,7 +214,18 @@ class _Job:
         self.window, self.like = window, like
 
     def leaves(self, values: TreeValues) -> list[dict[str, torch.Tensor]]:
-        """What the loss of each slice is given."""
+        """What the loss of each slice is given.
+
+        Raises:
+            ValueError: a value that an index does not place.
+        """
+        for index in self.indices:
+            missing = [name for name in values.rows if name not in index]
+            if missing:
+                raise ValueError(
+                    f"expected the index of every slice to name each value asked for, got {', '.join(index)} for "
+                    f"{', '.join(values.rows)}: ask for other names, or let index() place {', '.join(missing)}"
+                )
         return [
             {name: spread(value, index[name]) for name, value in values.rows.items()}
             | {name: value.clone() for name, value in values.sums.items()}

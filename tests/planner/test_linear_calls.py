@@ -159,7 +159,7 @@ def test_calls_of_real_rollouts(name):
 
 
 def test_calls_of_miniswe_if_states_are_left_at_ends_only():
-    """DESIGN 3: 92 calls instead of 2."""
+    """92 calls instead of 2."""
     assert max(min_linear_calls(tree, taps="ends") for tree in shape_trees("miniswe_b_drop")) == 92
 
 

@@ -83,7 +83,7 @@ def test_replay_string_is_that_of_the_design():
 
 
 def test_executions_by_hand():
-    """One trunk and two dependents: the strings of DESIGN 5."""
+    """One trunk and two dependents: the strings of docs/windows.md."""
     tree = RolloutTree.from_shape([-1, 0, 0], [8, 8, 8], [1, 2])
     strings = {}
     for execution in ("replay", "nested", "keep"):

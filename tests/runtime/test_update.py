@@ -146,3 +146,29 @@ def test_a_loss_that_reaches_the_model():
 
     with pytest.raises(ValueError, match=r"also reaches a trainable tensor of shape \[1, 32\]"):
         TreeUpdate(model, WindowPlanner()).run(parts, Rows, reaching)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        (supervised, {"names": ("log_prob", "entropy"), "parts": []}, "at least one slice, got none"),
+        (lambda rows, values: torch.zeros(()), {}, "depends on none of them"),
+        (supervised, {"rows_of": "without values", "names": ("log_prob", "value")}, "let index.. place value"),
+        (supervised, {"rows_of": "without values", "names": ("log_prob", "value"), "unscored": "always"}, "got value"),
+    ],
+    ids=["no-slices", "constant-loss", "no-index", "no-index-unscored"],
+)
+def test_what_cannot_be_run(loss, options, message):
+    """Each is a ValueError that says what was expected."""
+    options = dict(options)
+    parts = options.pop("parts", slices())
+
+    class WithoutValues(Rows):
+        def index(self, paths):
+            found = super().index(paths)
+            del found["value"]
+            return found
+
+    rows_of = WithoutValues if options.pop("rows_of", None) else Rows
+    with pytest.raises(ValueError, match=message):
+        TreeUpdate(model_with_critic(), WindowPlanner()).run(parts, rows_of, loss, **options)

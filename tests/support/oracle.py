@@ -37,7 +37,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_gradients_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float) -> None:
-    """DESIGN 11: each entry within ``relative * max(|g|, 1e-3 * median |g|)``, the median over the entries not 0.
+    """Each entry within ``relative * max(|g|, 1e-3 * median |g|)``, the median over the entries not 0.
 
     Entries that are 0 in exact arithmetic (a router's unselected experts) hold the rounding of the large ones, a few
     1e-16 of them: 1e-13 of the largest entry is allowed on top.
