@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.kernels.logprobs import token_logprobs
@@ -56,9 +57,21 @@ def tree_forward(self: Any, *args: Any, harts: TreePass | None = None, **kwargs:
     for name, output in outputs.items():
         if isinstance(output, RowValue):
             asked = wanted.rows.rows if name in wanted.names else wanted.rows.rows[:0]
-            value = self.get_submodule(output.module)(hidden.index_select(0, asked)).reshape(len(asked))
-            rows[name] = value.to(torch.promote_types(value.dtype, torch.float32))
-    return {"rows": rows, "sums": {name: output.compute(base_output, harts) for name, output in sums.items()}}
+            rows[name] = _row_value(self.get_submodule(output.module), hidden.index_select(0, asked), output)
+    return {"rows": rows, "sums": {name: _wide(output.compute(base_output, harts)) for name, output in sums.items()}}
+
+
+def _row_value(module: nn.Module, hidden: torch.Tensor, output: RowValue) -> torch.Tensor:
+    first = next(module.parameters(), None)
+    value = module(hidden if first is None else hidden.to(first.dtype))  # a critic may be kept in float32
+    if not isinstance(value, torch.Tensor) or value.numel() != len(hidden):
+        got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(f"expected {output.module} to give {len(hidden)} numbers for {output.name}, got {got}")
+    return _wide(value.reshape(len(hidden)))
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def has_tree_head(model: Any) -> bool:

@@ -50,7 +50,8 @@ class Sum:
         name: of the sum.
         compute: from the base model's output and the running forward to a tensor whose shape is the same for every
             microbatch. It counts a row ``TreeBatch.occurrence_counts`` times: 0 where another microbatch owns it and
-            in dummies, so that microbatches add up to the sum over all trajectories.
+            in dummies, so that microbatches add up to the sum over all trajectories. It is not
+            called where the sum is not asked for, so it may read parameters of the base model only.
         base_arguments: what the base model is called with besides, such as ``output_router_logits=True``.
     """
 

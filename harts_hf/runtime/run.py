@@ -267,6 +267,11 @@ class WindowRun:
         for name, value in rows.items():
             scores.rows[name][answered.tree_rows(name)] = value
         for name, value in sums.items():
+            if value.shape != scores.sums[name].shape:
+                raise ValueError(
+                    f"expected the sum {name!r} to have one shape, got {tuple(scores.sums[name].shape)} and then "
+                    f"{tuple(value.shape)}"
+                )
             scores.sums[name] += value
         return scores
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ class TreeUpdate:
         planner: limits of the plan.
         options: how forwards run.
         ranks: the processes of the training.
-        device: where the model is.
+        device: where windows are computed; where the model's first parameter is if None.
     """
 
     def __init__(
@@ -86,10 +86,11 @@ class TreeUpdate:
         options: RunOptions | None = None,
         *,
         ranks: Ranks | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
     ) -> None:
         self.model, self.planner, self.options = model, planner, options or RunOptions()
-        self.ranks, self.device = ranks or Ranks(), device
+        self.ranks = ranks or Ranks()
+        self.device = next(model.parameters()).device if device is None else device
 
     def score(self, rows: SliceRows, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Values of one slice in the shapes of its index, without gradients."""
@@ -118,18 +119,24 @@ class TreeUpdate:
                 several times for a slice, the last time on true values.
             names: of the values and sums that the loss reads.
             unscored: whether the loss's derivatives can be known without the values: "always", where they depend on
-                none (supervised training), which is taken on trust: gradients are wrong if it is not so; "never"; or
-                "probe", where they are believed not to, which is then tried on placeholders. If they can be, and the
-                plan is cut, in the nested execution and one process, the scoring pass is left out.
+                none (supervised training); "never"; or "probe", where they are believed not to, which is then tried on
+                placeholders. If they can be, and the plan is cut, in the nested execution and one process, the scoring
+                pass is left out.
             reason: why they cannot be, for the report, where ``unscored`` is "never".
             probing: entered around calls of the loss whose value nobody wants.
 
         Raises:
-            ValueError: no slices, a name that the slices' index lacks, a loss that reaches trainable tensors other
-                than its values or depends on none of them, trajectories that cannot be planned.
+            ValueError: no slices, a name that the slices' index lacks, sums on several processes, a loss that
+                reaches trainable tensors other than its values or depends on none of them, trajectories that cannot be
+                planned; after the backward, a loss with ``unscored="always"`` whose derivatives depend on values.
         """
         if not slices:
             raise ValueError("expected at least one slice, got none")
+        if isinstance(names, str) or unscored not in get_args(Unscored):
+            raise ValueError(
+                f"expected a tuple of names and unscored to be one of {', '.join(get_args(Unscored))}, got {names!r} "
+                f"and {unscored!r}"
+            )
         started = time.perf_counter()
         needed_by = "several_processes" if self.ranks.count > 1 else reason if unscored == "never" else None
         planner = self.planner.with_execution_chosen(can_skip_scoring=needed_by is None)
@@ -141,6 +148,8 @@ class TreeUpdate:
                 f"expected names that the slices' index has with unscored={unscored!r}, got {', '.join(missing)} "
                 f"besides {', '.join(indices[0])} (sums are known after scoring only)"
             )
+        if missing and self.ranks.count > 1:
+            raise ValueError(f"expected values per row with several processes, got the sums {', '.join(missing)}")
         job = _Job(slices, indices, loss, names, window, self._like())
         coefficients = None
         if needed_by is None and window.schedule.execution == "nested" and len(window.batches) > 1:
@@ -150,7 +159,7 @@ class TreeUpdate:
         if coefficients is None:
             total, difference = self._scored(job, seconds)
         else:
-            total, difference = self._unscored(job, coefficients, seconds), 0.0
+            total, difference = self._unscored(job, coefficients, seconds, on_trust=unscored == "always"), 0.0
         return UpdateReport(
             loss=total,
             window=window,
@@ -188,14 +197,25 @@ class TreeUpdate:
         seconds["backward"] = time.perf_counter() - started
         return total, run.recompute_difference
 
-    def _unscored(self, job: "_Job", coefficients: TreeValues, seconds: dict[str, float]) -> torch.Tensor:
+    def _unscored(
+        self, job: "_Job", coefficients: TreeValues, seconds: dict[str, float], *, on_trust: bool
+    ) -> torch.Tensor:
         """The schedule with coefficients that are known before, then the loss on the true values."""
         started = time.perf_counter()
         scores = self._run(job.window, "unscored").backward_unscored(coefficients, job.wanted())
-        with torch.no_grad():
-            losses = job.losses(job.leaves(scores))
+        if on_trust:
+            total, found = job.loss_and_coefficients(scores)
+            for name, value in found.rows.items():
+                if not torch.allclose(value, coefficients.rows.get(name, torch.zeros_like(value)), rtol=1e-4):
+                    raise ValueError(
+                        f"expected a loss whose derivatives by {name} depend on no value (unscored='always'), got "
+                        "others on true values: the gradients that were added are wrong; use 'never' or 'probe'"
+                    )
+        else:
+            with torch.no_grad():
+                total = torch.stack(job.losses(job.leaves(scores))).sum()
         seconds |= {"scoring": 0.0, "backward": time.perf_counter() - started}
-        return torch.stack(losses).sum()
+        return total
 
 
 class _Job:

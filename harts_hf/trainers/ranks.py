@@ -15,10 +15,12 @@ DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
 def check_backend(accelerator: Any, execution: str) -> None:
-    """Raises UnsupportedModelError for a way of running several processes that is not supported."""
-    if accelerator.num_processes == 1:
-        return
+    """Raises UnsupportedModelError for a way of running processes that is not supported."""
     kind = accelerator.distributed_type
+    if accelerator.num_processes == 1:
+        if kind == DistributedType.DEEPSPEED:  # its engine would step after every microbatch
+            raise UnsupportedModelError("expected DeepSpeed with several processes, got one: run without it")
+        return
     if kind == DistributedType.FSDP:
         version = getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1)
         if version != 2:

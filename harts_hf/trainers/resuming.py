@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers.utils import CONFIG_NAME
 
 
@@ -27,6 +28,11 @@ def load_weights(model: Any, folder: str) -> bool:
     # One dtype for all of a mixed model's tensors: the widest, from which each is rounded back to what was saved.
     tensors = [tensor for tensor in model.state_dict().values() if tensor.is_floating_point()]
     widest = reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
-    loaded = type(model).from_pretrained(folder, dtype=widest)
-    model.load_state_dict(loaded.state_dict(), strict=True)
+    state = type(model).from_pretrained(folder, dtype=widest).state_dict()
+    # Modules that were added to the model (a value head) are unknown to its class, and saved by their names.
+    added = model.state_dict().keys() - state.keys()
+    for path in Path(folder).glob("model*.safetensors") if added else ():
+        with safe_open(path, "pt") as tensors_of_file:
+            state |= {name: tensors_of_file.get_tensor(name) for name in added & set(tensors_of_file.keys())}
+    model.load_state_dict(state, strict=True)
     return True

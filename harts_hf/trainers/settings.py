@@ -2,11 +2,16 @@
 
 A tree trainer computes the losses of all slices of an optimizer step at its end. A callback may have changed a setting
 between the micro-steps (a schedule of ``epsilon``, of ``entropy_coef``); each slice's loss sees what TRL's would have
-seen: numbers, strings and bools of the trainer and of its arguments.
+seen: numbers (NumPy's and tensors of one number too), strings, bools, enums and tuples of the trainer and of its
+arguments. What is changed within an object (a list, a dictionary) reaches every slice.
 """
 
+from enum import Enum
 from itertools import pairwise
 from typing import Any
+
+import numpy as np
+import torch
 
 Owner = str
 Settings = dict[tuple[Owner, str], Any]
@@ -22,7 +27,7 @@ def read_settings(trainer: Any) -> Settings:
         (owner, name): value
         for owner, holder in owners.items()
         for name, value in vars(holder).items()
-        if value is None or isinstance(value, bool | int | float | str)
+        if _is_setting(value)
     }
 
 
@@ -67,5 +72,15 @@ class SettingsOfSlices:
             self.apply(number)
 
 
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    return value is None or isinstance(value, bool | int | float | str | np.generic | Enum | tuple)
+
+
 def _same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and (one == other or (one != one and other != other))
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, torch.Tensor):
+        return False
+    return bool(one == other or (one != one and other != other))

@@ -169,3 +169,27 @@ def test_names_that_are_taken_or_missing():
         add_output(model, VALUE)
     with pytest.raises(ValueError, match="outputs among log_prob, entropy, got value"):
         window_values(patch(model), window, ("value",))
+
+
+def test_critics_of_another_dtype_or_shape():
+    """A critic may be kept in float32 beside a bfloat16 model; one that gives no number per row is named."""
+    model = tiny_model("qwen3_5_text", dtype=torch.bfloat16)
+    model.critic = nn.Linear(model.config.hidden_size, 1)
+    model.wide = nn.Linear(model.config.hidden_size, 2)
+    patch(model)
+    add_output(model, VALUE)
+    window = TreeWindow(rows(), planner("replay"))
+    values = window_values(model, window, ("value",)).rows["value"]
+    values.sum().backward()
+    assert values.dtype == torch.float32 and model.critic.weight.grad.dtype == torch.float32
+    add_output(model, RowValue(name="other", module="wide"))
+    with pytest.raises(ValueError, match=r"expected wide to give \d+ numbers for other, got \(\d+, 2\)"):
+        window_values(model, window, ("other",))
+
+
+def test_sums_of_another_shape():
+    """A sum whose shape depends on the microbatch would be added up wrongly."""
+    model = with_critic("qwen3_5_text")
+    add_output(model, Sum(name="rows", compute=lambda output, _: output.last_hidden_state[0, :, 0]))
+    with pytest.raises(ValueError, match="the sum 'rows' to have one shape, got"):
+        window_values(model, TreeWindow(rows(), planner("replay")), ("log_prob", "rows"))

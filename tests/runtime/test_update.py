@@ -121,7 +121,7 @@ def test_losses(loss, expected, options, needed_by):
     assert report.loss.item() == pytest.approx(total.item(), rel=1e-12)
     assert len(report.window.batches) > 3
     assert_gradients_close(got, gradients(model), GRADIENT_TOLERANCE)
-    assert not calls[-1] if needed_by is None else calls[-1]
+    assert calls[-1] == (options.get("unscored") != "probe" or needed_by is not None)
 
 
 def test_score():
@@ -155,8 +155,11 @@ def test_a_loss_that_reaches_the_model():
         (lambda rows, values: torch.zeros(()), {}, "depends on none of them"),
         (supervised, {"rows_of": "without values", "names": ("log_prob", "value")}, "let index.. place value"),
         (supervised, {"rows_of": "without values", "names": ("log_prob", "value"), "unscored": "always"}, "got value"),
+        (supervised, {"unscored": "Never"}, "unscored to be one of always, never, probe, got .* and 'Never'"),
+        (supervised, {"names": "log_prob"}, "a tuple of names .* got 'log_prob'"),
+        (actor_critic, {"names": ("log_prob", "value"), "unscored": "always"}, "derivatives by log_prob depend on no"),
     ],
-    ids=["no-slices", "constant-loss", "no-index", "no-index-unscored"],
+    ids=["no-slices", "constant-loss", "no-index", "no-index-unscored", "typo", "one-name", "not-always"],
 )
 def test_what_cannot_be_run(loss, options, message):
     """Each is a ValueError that says what was expected."""
@@ -171,4 +174,5 @@ def test_what_cannot_be_run(loss, options, message):
 
     rows_of = WithoutValues if options.pop("rows_of", None) else Rows
     with pytest.raises(ValueError, match=message):
-        TreeUpdate(model_with_critic(), WindowPlanner()).run(parts, rows_of, loss, **options)
+        planner = WindowPlanner(config=PlannerConfig(max_tokens_per_microbatch=64, sharing="always"))
+        TreeUpdate(model_with_critic(), planner).run(parts, rows_of, loss, **options)

@@ -226,6 +226,19 @@ def test_every_tensor_is_loaded_as_it_was_saved(family, mix, sharded, tmp_path):
         assert loaded.dtype == dtypes[name] == tensor.dtype and torch.equal(loaded, tensor), name
 
 
+def test_modules_that_were_added_are_loaded(tmp_path):
+    """A value head is no part of the model's class: it comes back by its name, and is missed if it is not there."""
+    saved, model = (tiny_model("qwen3_5_text", seed=seed) for seed in (1, 2))
+    saved.save_pretrained(tmp_path / "without")
+    for one in (saved, model):
+        one.critic = torch.nn.Linear(32, 1, dtype=torch.float64)
+    saved.save_pretrained(tmp_path / "with")
+    assert load_weights(model, str(tmp_path / "with"))
+    assert torch.equal(model.critic.weight, saved.critic.weight) and torch.equal(model.critic.bias, saved.critic.bias)
+    with pytest.raises(RuntimeError, match=r"critic\.weight"):
+        load_weights(model, str(tmp_path / "without"))
+
+
 def test_tied_weights_are_loaded_as_they_were_saved(tmp_path):
     """The head and the embedding stay one parameter."""
     saved, model = (tiny_model("qwen3_5_text", seed=seed, tie_word_embeddings=True) for seed in (1, 2))

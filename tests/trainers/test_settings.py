@@ -1,6 +1,8 @@
 """Settings that callbacks change between the micro-steps of an optimizer step reach their own slice, as in TRL."""
 
+import numpy as np
 import pytest
+import torch
 from support.trainer_runs import assert_same_training, run_trainer
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -44,6 +46,10 @@ def adapted_entropy_bonus(trainer, step):
         trainer.entropy_coef = 0.1
 
 
+def entropy_bonus_of_numpy(trainer, step):
+    trainer.entropy_coef = np.float64(0.1 * step) if step % 2 else torch.tensor(0.1 * step)
+
+
 def clipping(trainer, step):
     trainer.epsilon_high = 0.001 * step
     trainer.args.epsilon_high = 0.001 * step
@@ -58,6 +64,7 @@ def kl(trainer, step):
     ("change", "options"),
     [
         (entropy_bonus, {"entropy_coef": 0.05}),
+        (entropy_bonus_of_numpy, {"entropy_coef": 0.05}),
         (clipping, {"num_iterations": 2, "learning_rate": 0.3}),
         (kl, {"beta": 0.05}),
         (

@@ -1,10 +1,12 @@
 """What the tree trainers add to TRL: budgets, sharing, credit, metrics, and errors before a step is lost."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from support import recorded
 from support.models import VOCAB, tiny_model
 from support.oracle import float64_everywhere
@@ -16,6 +18,7 @@ from harts_hf import TreeGMPOConfig, TreeGMPOTrainer, TreeGRPOConfig, TreeGRPOTr
 from harts_hf.errors import HartsWarning
 from harts_hf.planner import CostModel
 from harts_hf.runtime import update
+from harts_hf.trainers.ranks import check_backend
 
 METRICS = {
     "sharing_ratio",
@@ -277,6 +280,13 @@ def test_refused_arguments(options, message, tmp_path):
     """Settings that the tree step would get wrong are refused before training."""
     with pytest.raises(UnsupportedModelError, match=message):
         tree_run(tmp_path, **options)
+
+
+def test_deepspeed_in_one_process_is_refused():
+    """Its engine would step after every microbatch, where Accelerate marks no micro-steps."""
+    one = SimpleNamespace(num_processes=1, distributed_type=DistributedType.DEEPSPEED)
+    with pytest.raises(UnsupportedModelError, match="DeepSpeed with several processes, got one"):
+        check_backend(one, "auto")
 
 
 def test_auxiliary_loss_is_refused(tmp_path):
