@@ -77,6 +77,7 @@ def test_planned_windows(family, execution):
     check(WindowRun(patch(tiny_model(family)), window, mode=mode), window)
 
 
+@pytest.mark.essential("0-replay", "1-nested")
 @pytest.mark.parametrize("execution", ["replay", "nested", "keep"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_windows(execution, seed):

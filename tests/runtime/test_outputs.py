@@ -50,6 +50,7 @@ def value_weights(trajectories):
     return [torch.randn(len(row), generator=generator, dtype=torch.float64) for row in trajectories]
 
 
+@pytest.mark.essential("bailing_hybrid-nested-True", "qwen3_5_text-replay-False")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_5_text"])

@@ -60,6 +60,7 @@ def kl(trainer, step):
     trainer.beta = 0.2 * step
 
 
+@pytest.mark.essential("adapted_entropy_bonus-", "entropy_bonus_of_numpy-")
 @pytest.mark.parametrize(
     ("change", "options"),
     [

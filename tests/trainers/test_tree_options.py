@@ -214,6 +214,7 @@ def test_unknown_log_probs_are_legal(tmp_path):
     assert len(tree_run(tmp_path, rollout_func=broken(change))[1]) > 1
 
 
+@pytest.mark.exhaustive
 def test_slices_of_an_unfinished_step_are_dropped(tmp_path):
     """A training that is stopped inside an accumulation leaves nothing to the next one, as in TRL."""
 

@@ -124,6 +124,7 @@ def test_the_model_is_left_as_it_was():
         assert parameter.grad is None and torch.equal(parameter, before[name])
 
 
+@pytest.mark.essential("qwen3_5_text-True")
 @pytest.mark.parametrize("with_oracle", [True, False])
 @pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_5_text"])
 def test_gradients_that_are_zero_in_theory(family, with_oracle):
