@@ -75,7 +75,9 @@ class SettingsOfSlices:
 def _is_setting(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
-    return value is None or isinstance(value, bool | int | float | str | np.generic | Enum | tuple)
+    if isinstance(value, tuple):
+        return all(map(_is_setting, value))
+    return value is None or isinstance(value, bool | int | float | str | np.generic | Enum)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -83,4 +85,6 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other) or isinstance(one, torch.Tensor):
         return False
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other or (one != one and other != other))

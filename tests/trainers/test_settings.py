@@ -117,9 +117,9 @@ def test_what_a_loss_counts_goes_on():
     """Only what changed between micro-steps is put back: counters of the loss itself are not settings."""
     trainer = type("Trainer", (), {})()
     trainer.args = type("Arguments", (), {})()
-    trainer.beta, trainer.calls, trainer.weights = 0.1, 0, [1]
+    trainer.beta, trainer.calls, trainer.weights, trainer.range = 0.1, 0, [1], (0.8, 1.2)
     taken = [read_settings(trainer)]
-    trainer.beta, trainer.label = 0.2, "late"
+    trainer.beta, trainer.label, trainer.range = 0.2, "late", (0.7, 1.2)
     taken.append(read_settings(trainer))
     assert ("trainer", "weights") not in taken[0]
     settings = SettingsOfSlices(trainer, taken)
@@ -128,6 +128,7 @@ def test_what_a_loss_counts_goes_on():
         for number in range(2):
             settings.apply(number)
             seen.append((trainer.beta, trainer.calls))
+            assert trainer.range == ((0.8, 1.2), (0.7, 1.2))[number]
             trainer.calls += 1
     settings.apply(0)
     settings.restore()
