@@ -2,7 +2,7 @@
 
 from harts_hf.planner.chunks import CHUNK_SIZE, ChunkTree, build_chunk_tree
 from harts_hf.planner.config import PlannerConfig
-from harts_hf.planner.cost import CostModel, Work, fit_unit_seconds
+from harts_hf.planner.cost import DEFAULT_COST, CostModel, Work, fit_unit_seconds
 from harts_hf.planner.linear_calls import (
     ChainDecomposition,
     decompose_chains,
@@ -15,6 +15,7 @@ from harts_hf.planner.schedule import Schedule
 
 __all__ = [
     "CHUNK_SIZE",
+    "DEFAULT_COST",
     "ChainDecomposition",
     "ChunkTree",
     "CostModel",

@@ -11,7 +11,7 @@ from torch import nn
 
 from harts_hf.forest import random_tokens
 from harts_hf.modeling import handed_sizes, patch, vocab_size_of, with_handed_bytes
-from harts_hf.planner import CostModel, PlannerConfig, Work, fit_unit_seconds
+from harts_hf.planner import DEFAULT_COST, CostModel, PlannerConfig, Work, fit_unit_seconds
 from harts_hf.runtime.run import WindowRun
 from harts_hf.runtime.values import TreeValues
 from harts_hf.runtime.window import TreeWindow
@@ -53,7 +53,7 @@ def fit_cost_model(
     patch(model)
     model.train()
     runner = _Runner(model, np.random.default_rng(seed))
-    cost = with_handed_bytes(CostModel(), handed_sizes(model, next(model.parameters()).dtype))
+    cost = with_handed_bytes(DEFAULT_COST, handed_sizes(model, next(model.parameters()).dtype))
     forwards: list[tuple[Work, float]] = []
     backwards: list[tuple[Work, float]] = []
     for name, shape, rows in _windows(max_rows):

@@ -19,7 +19,7 @@ from harts_hf.modeling import (
     vocab_size_of,
     with_handed_bytes,
 )
-from harts_hf.planner import CostModel, PlannerConfig
+from harts_hf.planner import DEFAULT_COST, PlannerConfig
 from harts_hf.runtime.run import Context, RunOptions, WindowRun
 from harts_hf.runtime.values import TreeValues
 from harts_hf.runtime.window import TreeWindow
@@ -91,7 +91,7 @@ def tree_logprobs(
     planner = planner or PlannerConfig()
     if planner.cost is None:
         sizes = handed_sizes(model, next(model.parameters()).dtype)
-        planner = replace(planner, cost=with_handed_bytes(CostModel(), sizes))
+        planner = replace(planner, cost=with_handed_bytes(DEFAULT_COST, sizes))
     try:
         window = TreeWindow(trajectories, planner, vocab_size=vocab_size_of(model))
     except ValueError:

@@ -17,7 +17,7 @@ from harts_hf.modeling import (
     vocab_size_of,
     with_handed_bytes,
 )
-from harts_hf.planner import CostModel
+from harts_hf.planner import DEFAULT_COST
 from harts_hf.runtime import RunOptions
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.update import Leaves, TreeUpdate, UpdateReport
@@ -90,7 +90,7 @@ class TreePolicy:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         config = trainer.args.planner_config()
-        cost = with_handed_bytes(config.cost or CostModel(), _handed_sizes(trainer))
+        cost = with_handed_bytes(config.cost or DEFAULT_COST, _handed_sizes(trainer))
         self.planner = WindowPlanner(config=replace(config, cost=cost), vocab_size=vocab_size_of(trainer.model))
         self.ranks = AccelerateRanks(trainer.accelerator)
         args = trainer.args
