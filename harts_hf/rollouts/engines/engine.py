@@ -148,6 +148,7 @@ class Engine(ABC):
     def num_read_tokens(self) -> int:
         """Tokens that the policy has read or sampled so far, those of a kept state not again."""
 
+    @abstractmethod
     def close(self) -> None:
         """Cancels what is queued and frees what is held."""
 
