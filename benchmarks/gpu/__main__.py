@@ -14,6 +14,8 @@ from benchmarks.gpu.registry import (
     LINEAR_CHECKS,
     LINEAR_KINDS,
     LINEAR_LAYOUTS,
+    STEP_MODELS,
+    STEP_ROWS,
     WHOLE_PARTS,
 )  # fmt: skip
 
@@ -50,6 +52,7 @@ DIM, VARIANT = choice("head_dim", HEAD_DIMS), choice("--variant", FLASH_VARIANTS
 KINDS = some("--kinds", LINEAR_KINDS, "of layers (default: all)")
 LAYOUTS = some("--layouts", LINEAR_LAYOUTS, "in the order in which they are timed (default: all)")
 FAMILY = some("--families", FAMILIES, "of models (default: all)")
+FUSED = ("auto", "off")  # tree_fused_modules
 KERNELS_RECORD = path("--record", "(default: %(default)s)", default=RESULTS / "kernels_h200.json")
 WHOLE_RECORD = path("--record", "(default: %(default)s)", default=RESULTS / "whole_h200.json")
 PARTS = path("parts", "result files; without any, the record is checked and drawn anew", nargs="*")
@@ -95,6 +98,14 @@ COMMANDS = {
             (choice("family", FAMILIES), path("--folder", "where parts are written", required=True), SHAPES, DRY),
         )
         for stage, parts in WHOLE_PARTS.items()
+    },
+    **{
+        ("step", model): Command(
+            "whole.step", "whole optimizer steps beside a floor, and what their time goes to",
+            (some("--rows", STEP_ROWS, "workloads (default: all)"), some("--fused", FUSED, "modules (default: both)"),
+             SHAPES, OUT, DRY),
+        )
+        for model in STEP_MODELS
     },
     ("record", "kernels"): Command(
         "recorder", "merges result files into the record; refuses where a parity check fails",

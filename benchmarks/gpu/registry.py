@@ -168,3 +168,44 @@ OTHER_CONFIGURATIONS = {
 def parts_of(family: str, stage: str) -> list[str]:
     """Parts of a stage that are run for a family."""
     return [part for part in WHOLE_PARTS[stage] if family in _ONLY.get(part, (family,))]
+
+
+# ---- whole optimizer steps: whole models, a real trainer ------------------------------------------------------------
+
+_PERIOD_OF_4 = ["linear_attention"] * 3 + ["full_attention"]
+_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+# A family and its configuration, whole.
+STEP_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ling-3.0-tiny": ("bailing_hybrid", {
+        **_TOKENS, **_MLA, "vocab_size": 157184, "hidden_size": 1536, "intermediate_size": 4608,
+        "num_hidden_layers": 24, "layer_types": _PERIOD_OF_4 * 6, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "head_dim": 128, "q_lora_rank": 256, "num_local_experts": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_shared_experts": 1, "moe_intermediate_size": 512, "n_group": 8, "topk_group": 4,
+        "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "tie_word_embeddings": False,
+    }),
+    "qwen3.5-4b": ("qwen3_5_text", {
+        **_TOKENS, "vocab_size": 248320, "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32,
+        "layer_types": _PERIOD_OF_4 * 8, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "tie_word_embeddings": True,
+    }),
+}  # fmt: skip
+
+
+class StepRow(NamedTuple):
+    """One optimizer step on a group of ``miniswe_b_drop``: ``budget`` is tree_max_tokens_per_microbatch."""
+
+    group: int
+    sharing: str
+    checkpointing: bool
+    budget: int = 16384
+
+
+STEP_WORKLOAD = "miniswe_b_drop"
+STEP_ROWS = {
+    "0": StepRow(0, "always", True),
+    "0-kept": StepRow(0, "always", False, 10240),
+    "1": StepRow(1, "always", True),
+    "13": StepRow(13, "always", True),
+    "0-never": StepRow(0, "never", True),
+}
