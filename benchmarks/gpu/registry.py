@@ -199,6 +199,7 @@ class StepRow(NamedTuple):
     sharing: str
     checkpointing: bool
     budget: int = 16384
+    slow: bool = False
 
 
 STEP_WORKLOAD = "miniswe_b_drop"
@@ -206,6 +207,6 @@ STEP_ROWS = {
     "0": StepRow(0, "always", True),
     "0-kept": StepRow(0, "always", False, 10240),
     "1": StepRow(1, "always", True),
-    "13": StepRow(13, "always", True),
-    "0-never": StepRow(0, "never", True),
+    "13": StepRow(13, "always", True, slow=True),
+    "0-never": StepRow(0, "never", True, slow=True),
 }

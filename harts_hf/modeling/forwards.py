@@ -9,6 +9,7 @@ from harts_hf.errors import UnsupportedModelError
 from harts_hf.kernels.logprobs import token_logprobs
 from harts_hf.modeling.adapters import check_adapters
 from harts_hf.modeling.checks import check_checkpointing, check_dropout
+from harts_hf.modeling.fused import fusing
 from harts_hf.modeling.outputs import ENTROPY, LABEL_VALUES, LOG_PROB, RowValue, Sum
 from harts_hf.modeling.tree_pass import TreePass
 
@@ -43,14 +44,15 @@ def tree_forward(self: Any, *args: Any, harts: TreePass | None = None, **kwargs:
         raise ValueError(f"expected outputs among {', '.join([*LABEL_VALUES, *outputs])}, got {', '.join(unknown)}")
     sums = {name: output for name, output in outputs.items() if isinstance(output, Sum) and name in wanted.names}
     base_arguments = {name: value for output in sums.values() for name, value in output.base_arguments.items()}
-    base_output = self.base_model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        attention_mask=NO_MASK,
-        use_cache=False,
-        harts=harts,
-        **base_arguments,
-    )
+    with fusing(harts.fused_modules):
+        base_output = self.base_model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=NO_MASK,
+            use_cache=False,
+            harts=harts,
+            **base_arguments,
+        )
     hidden = base_output.last_hidden_state[0]
     # Through the head's own call, so that FSDP2 and ZeRO-3 gather its weight for the forward and for the backward.
     rows: dict[str, torch.Tensor] = self.get_output_embeddings()(hidden, harts=harts)

@@ -12,6 +12,7 @@ from harts_hf.modeling.adapters import check_adapters
 from harts_hf.modeling.checks import check_model, check_versions
 from harts_hf.modeling.families import Family, family_of
 from harts_hf.modeling.forwards import check_head, has_tree_head, head_forward, tree_forward
+from harts_hf.modeling.fused import FusedModule, find_fused
 from harts_hf.modeling.mixers import TreeMixer, tree_attention_class, tree_linear_class
 from harts_hf.modeling.outputs import LABEL_VALUES, RowValue, Sum
 
@@ -40,7 +41,7 @@ def patch(model: nn.Module) -> nn.Module:
     family = family_of(base)
     check_model(base, family)
     mixers = _find_mixers(base, family)
-    for module, tree_class in mixers:
+    for module, tree_class in [*mixers, *find_fused(base, family)]:
         module.__class__ = tree_class
     _install(base.get_output_embeddings(), head_forward)
     _install(base, tree_forward)
@@ -61,12 +62,18 @@ def unpatch(model: nn.Module) -> nn.Module:
                 f"expected the forward that patch installed on {type(module).__name__}, got another one: undo what "
                 "was put over it first"
             )
+    exchanged = [module for module in base.modules() if isinstance(module, TreeMixer | FusedModule)]
+    for module in exchanged:
+        if "stock" not in vars(type(module)):
+            raise ValueError(
+                f"expected the class that patch gave a {type(module).__name__}, got one that was put over it "
+                "(FSDP2's): unpatch before the model is sharded"
+            )
     for module in installed:
         _uninstall(module)
     del base._harts_outputs
-    for module in base.modules():
-        if isinstance(module, TreeMixer):
-            module.__class__ = type(module).stock  # type: ignore[assignment]
+    for module in exchanged:
+        module.__class__ = type(module).stock  # type: ignore[assignment]
     return model
 
 

@@ -45,12 +45,20 @@ class TreePass:
         wanted: what is asked for.
         handoff: the store of the running window; None where nothing is handed over.
         deterministic: whether attention on a GPU has to be bitwise reproducible.
+        fused_modules: whether norms, gates and experts on a GPU run as single operations.
     """
 
     def __init__(
-        self, batch: TreeBatch, wanted: Wanted, *, handoff: Handoff | None = None, deterministic: bool = False
+        self,
+        batch: TreeBatch,
+        wanted: Wanted,
+        *,
+        handoff: Handoff | None = None,
+        deterministic: bool = False,
+        fused_modules: bool = True,
     ) -> None:
         self.batch = batch
         self.wanted = wanted
         self.handoff = handoff
         self.deterministic = deterministic
+        self.fused_modules = fused_modules

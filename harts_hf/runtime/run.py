@@ -35,6 +35,7 @@ class RunOptions:
         offload: whether handed states lie on the CPU between uses.
         expand_latents: whether an MLA hands over expanded keys and values instead of latents.
         deterministic: whether attention on a GPU has to be bitwise reproducible (a slower backend).
+        fused_modules: whether norms, gates and experts on a GPU run as single operations.
     """
 
     temperature: float = 1.0
@@ -43,6 +44,7 @@ class RunOptions:
     offload: bool = False
     expand_latents: bool = False
     deterministic: bool = False
+    fused_modules: bool = True
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -209,6 +211,7 @@ class WindowRun:
             wanted,
             handoff=self.handoff if batch.imports or batch.exports else None,
             deterministic=options.deterministic,
+            fused_modules=options.fused_modules,
         )
         self.handoff.keeping = self._lives.keeps[position]
         # Triton launches on the current GPU, wherever its arguments are (autograd sets it for backwards itself).

@@ -12,6 +12,7 @@ from harts_hf.planner.config import ExecutionChoice, Sharing
 CREDITS = ("trajectory", "turn")
 EPISODE_WEIGHTS = ("sample", "episode")
 LATENTS = ("compressed", "expanded")
+FUSED_MODULES = ("auto", "off")
 
 
 @dataclass
@@ -46,6 +47,9 @@ class TreeOptions:
         tree_deterministic (`bool`, *optional*, defaults to `False`):
             Whether attention on GPUs has to give the same bits in every run. FlashAttention-4's backward does not on
             Hopper; FlexAttention, which is slower, does.
+        tree_fused_modules (`str`, *optional*, defaults to `"auto"`):
+            `"auto"` runs norms, gates and experts on a GPU as single operations (of the same results but for
+            rounding), `"off"` as Transformers has them.
     """
 
     tree_max_tokens_per_microbatch: int = field(
@@ -95,12 +99,23 @@ class TreeOptions:
             "faster FlashAttention-4)."
         },
     )
+    tree_fused_modules: str = field(
+        default="auto",
+        metadata={
+            "help": "Whether norms, gates and experts run as single operations: 'auto' (on a GPU) or 'off'.",
+            "choices": list(FUSED_MODULES),
+        },
+    )
 
     def check_tree_options(self) -> None:
         """Raises ValueError for options that cannot work, before anything is sampled."""
         temperature = getattr(self, "temperature", 1.0)
         if not temperature > 0:
             raise ValueError(f"expected a temperature above 0, got {temperature}")
+        if self.tree_fused_modules not in FUSED_MODULES:
+            raise ValueError(
+                f"expected tree_fused_modules to be one of {', '.join(FUSED_MODULES)}, got {self.tree_fused_modules!r}"
+            )
         self.planner_config()
 
     def planner_config(self) -> PlannerConfig:

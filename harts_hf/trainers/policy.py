@@ -103,6 +103,7 @@ class TreePolicy:
             offload=args.tree_offload_handoff,
             expand_latents=args.tree_handoff_latents == "expanded",
             deterministic=args.tree_deterministic,
+            fused_modules=args.tree_fused_modules == "auto",
         )
         self.slices: list[TRLSlice] = []
         self.totals: StepTotals | None = None

@@ -11,7 +11,7 @@ INSIDE = "harts.forward_backward"
 # Kinds of kernels in the order in which names are tried; what nothing matches is "other".
 KINDS = {
     "attention": r"flash|fmha|FlashAttention|flex_attention|sdpa|_fill_by|_classify|_extremes|_ends_of_block|_finish",
-    "rule": r"chunk_|kda|gated_delta|recompute_w_u|prepare_wy|l2norm|_states_(for|back)ward|_sum_children|^_?(un)?pack",
+    "rule": r"chunk_|kda|gated_delta|recompute_w_u|prepare_wy|l2norm|_states_(for|back)ward|_sum_children|^_(un)?pack",
     "convolution": r"^_forward$|^_backward_(pre|x|x_heavy)$",
     "gather": r"^_take$|^_sum_positions$",
     "fused": r"^_?fused_",

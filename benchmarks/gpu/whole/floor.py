@@ -1,4 +1,4 @@
-"""The least time of a step's forwards and backwards: products at the measured peak, the rest at the measured bandwidth.
+"""The least time of a step's forwards and backwards: products at the measured peak, all else at the bandwidth.
 
 What is counted, for a plan's microbatches (``rows`` network rows, ``labels`` rows of the head):
 
@@ -42,9 +42,8 @@ def measure_machine() -> Machine:
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(2**30, device="cuda", dtype=torch.float32)
     target = torch.empty_like(source)
-    return Machine(
-        operations=2 * 8192**3 / _seconds(lambda: a @ b), bytes=2 * source.nbytes / _seconds(lambda: target.copy_(source))
-    )
+    product, copy = _seconds(lambda: a @ b), _seconds(lambda: target.copy_(source))
+    return Machine(operations=2 * 8192**3 / product, bytes=2 * source.nbytes / copy)
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -76,9 +75,7 @@ def per_row(model: nn.Module, element: int = 2) -> PerRow:
             _, both, hidden = module.gate_up_proj.shape
             operations += chosen * 2 * (both * hidden + hidden * both // 2)
             widths += (1 + chosen) * hidden + chosen * 3 * both // 2 + (1 + chosen) * hidden
-        elif "Router" in kind:
-            operations += 2 * module.weight.numel()
-        elif isinstance(module, nn.Linear) and module is not head:
+        elif "Router" in kind or (isinstance(module, nn.Linear) and module is not head):
             operations += 2 * module.weight.numel()
         elif isinstance(module, nn.Conv1d):
             widths += 2 * module.weight.shape[0]

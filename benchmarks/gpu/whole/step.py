@@ -22,7 +22,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback
 
 from benchmarks.gpu import record
 from benchmarks.gpu.registry import SEED, STEP_MODELS, STEP_ROWS, STEP_WORKLOAD, TINY, StepRow
@@ -33,8 +33,9 @@ from benchmarks.gpu.whole.floor import Machine, floor_seconds, measure_machine, 
 from harts_hf import RolloutTree, TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.runtime import WindowRun
 
-WARM, TIMED = 2, 3
+WARM, TIMED, TIMED_OF_SLOW = 1, 3, 1  # steps; another is profiled
 DRY_LAYERS, DRY_TOKENS, DRY_ROWS = 4, 200, 4
+DRY_EXPERTS = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
 RUNS = ("score", "backward", "backward_unscored")  # of WindowRun: all of a step's forwards and backwards
 
 
@@ -43,14 +44,12 @@ def build(name: str, dry: bool) -> nn.Module:
     family, whole = STEP_MODELS[name]
     torch.manual_seed(SEED)
     if dry:
-        tiny = {key: value for key, value in TINY.items() if key in whole and key != "vocab_size"}
         kinds = whole["layer_types"][:DRY_LAYERS]
-        experts = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
-        cut = {key: value for key, value in experts.items() if key in whole}
+        cut = {key: value for key, value in {**TINY, **DRY_EXPERTS, "vocab_size": 512}.items() if key in whole}
         config = AutoConfig.for_model(
-            family, **{**whole, **tiny, **cut, "num_hidden_layers": DRY_LAYERS, "layer_types": kinds, "vocab_size": 512}
+            family, **{**whole, **cut, "num_hidden_layers": DRY_LAYERS, "layer_types": kinds}
         )
-        return AutoModelForCausalLM.from_config(config, experts_implementation="eager" if cut else None)
+        return AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     with torch.device("cuda"):
         config = AutoConfig.for_model(family, **whole)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -102,9 +101,8 @@ class Watched:
     """What runs of windows did within a step.
 
     Attributes:
-        seconds: of forwards and backwards, one list per step.
-        labels: rows of the head that the last step's backward had.
-        step: of the running step.
+        seconds: of each run's forwards and backwards.
+        labels: rows of the head that a backward had.
     """
 
     def __init__(self, dry: bool) -> None:
@@ -135,7 +133,7 @@ class Watched:
         return watched
 
 
-def measure(model: nn.Module, name: str, row: StepRow, shapes: Path, dry: bool, machine: Machine | None, fused: str) -> dict:
+def measure(model: nn.Module, name: str, row: StepRow, shapes: Path, dry: bool, machine: Machine, fused: str) -> dict:
     """One row of the record."""
     trajectories, scored = group(shapes, row.group, model.config.vocab_size)
     if dry:
@@ -153,7 +151,8 @@ def measure(model: nn.Module, name: str, row: StepRow, shapes: Path, dry: bool, 
         return [float(sum(ids) % 17) for ids in completion_ids]
 
     model.gradient_checkpointing_disable()
-    steps = WARM + TIMED + 1
+    timed_steps = TIMED_OF_SLOW if row.slow else TIMED
+    steps = WARM + timed_steps + 1
     clock, watched = Clock(dry, steps), Watched(dry)
     with tempfile.TemporaryDirectory() as folder:
         trainer = TreeGRPOTrainer(
@@ -169,13 +168,14 @@ def measure(model: nn.Module, name: str, row: StepRow, shapes: Path, dry: bool, 
                 tree_max_tokens_per_microbatch=row.budget, tree_sharing=row.sharing, **fused_option(fused),
             ),
         )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
         if not dry:
             torch.cuda.reset_peak_memory_stats()
         with watched.watching():
             trainer.train()
     logs = trainer.state.log_history[-2]
     runs = len(watched.seconds) // steps  # of WindowRun in a step: one, or two where it scores first
-    timed = slice(WARM, WARM + TIMED)
+    timed = slice(WARM, WARM + timed_steps)
     both = [sum(watched.seconds[step * runs : (step + 1) * runs]) for step in range(steps)]
     seconds, inside = statistics.median(clock.seconds[timed]), statistics.median(both[timed])
     found = breakdown(events_of(clock.profile))
@@ -201,15 +201,13 @@ def measure(model: nn.Module, name: str, row: StepRow, shapes: Path, dry: bool, 
         "peak_memory": 0 if dry else torch.cuda.max_memory_allocated(),
         **found,
     }
-    if machine is not None:
-        floor = floor_seconds(
-            per_row(model), machine, rows=round(result["rows"]), labels=watched.labels,
-            microbatches=round(result["microbatches"]), parameters=sum(p.numel() for p in model.parameters()),
-            checkpointing=row.checkpointing,
-            measured=sum(found["kernels_ms"].get(kind, 0.0) for kind in ("attention", "rule")) / 1e3,
-        )  # fmt: skip
-        result |= {"floor": floor, "floor_seconds": floor["total"], "over_floor": inside / floor["total"]}
-    return result
+    floor = floor_seconds(
+        per_row(model), machine, rows=round(result["rows"]), labels=watched.labels,
+        microbatches=round(result["microbatches"]), parameters=sum(p.numel() for p in model.parameters()),
+        checkpointing=row.checkpointing,
+        measured=sum(found["kernels_ms"].get(kind, 0.0) for kind in ("attention", "rule")) / 1e3,
+    )  # fmt: skip
+    return {**result, "floor": floor, "floor_seconds": floor["total"], "over_floor": inside / floor["total"]}
 
 
 def fused_option(fused: str) -> dict[str, str]:
@@ -246,7 +244,8 @@ def summary(name: str, found: dict[str, Any]) -> str:
     kinds = ", ".join(f"{kind} {ms:.0f}" for kind, ms in sorted(found["kernels_ms"].items(), key=lambda i: -i[1]))
     return (
         f"{name} fused={found['fused_modules']}: step {found['seconds']:.3f} s, forward and backward "
-        f"{found['forward_backward_seconds']:.3f} s ({found.get('over_floor', 0):.2f} of {found.get('floor_seconds', 0):.3f}), "
-        f"launches {found['launches']}, waits {found['synchronisations']} ({found['synchronisations_inside']} inside), "
+        f"{found['forward_backward_seconds']:.3f} s ({found['over_floor']:.2f} of {found['floor_seconds']:.3f}), "
+        f"launches {found['launches']}, waits {found['synchronisations']} "
+        f"({found['synchronisations_inside']} inside), "
         f"idle {found['idle_ms']:.0f} ms, peak {found['peak_memory'] / 1e9:.1f} GB; ms of {kinds}"
     )

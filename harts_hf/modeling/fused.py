@@ -1,0 +1,189 @@
+"""Norms, gates and experts of stock models as single operations, within a forward on a tree and on a GPU alone.
+
+Modules are exchanged as mixers are: the instance gets a subclass of its class, whose forward is the stock one except
+while a layer runs for a tree. Nothing of a model file is copied, parameters stay where they are, and
+:func:`harts_hf.unpatch` gives the classes back. On the CPU, and without a plan, the stock forward runs as it is.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import _default_apply_gate, _grouped_linear
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from harts_hf.kernels import experts
+from harts_hf.kernels.rowwise import decay_gate, gated_rms_norm, rms_norm, swiglu
+from harts_hf.modeling.families import Family
+from harts_hf.modeling.tree_pass import TreePass
+
+Forward = Callable[..., Any]
+Pair = tuple[nn.Module, type[nn.Module]]
+
+# Whether a layer runs for a tree, and its modules may be fused; a recomputation runs on a thread of autograd's.
+_state = threading.local()
+
+
+class FusedModule(nn.Module):
+    """Marks a module, or a layer, whose class :func:`harts_hf.patch` exchanged; never instantiated by itself.
+
+    Attributes:
+        stock: the class that was exchanged.
+    """
+
+    stock: type[nn.Module]
+
+
+@contextmanager
+def fusing(wanted: bool) -> Iterator[None]:
+    """Inside, and on this thread, fused modules run as one operation if that is wanted."""
+    before = getattr(_state, "fuses", False)
+    _state.fuses = wanted
+    try:
+        yield
+    finally:
+        _state.fuses = before
+
+
+def fuses(x: torch.Tensor) -> bool:
+    """Whether a fused module is to run as one operation on this input."""
+    return x.is_cuda and getattr(_state, "fuses", False)
+
+
+def find_fused(model: nn.Module, family: Family) -> list[Pair]:
+    """Modules of a model and the classes to give them: its layers, and what of :data:`FUSED` they have.
+
+    A module whose forward was replaced, or whose settings are not those that an operation is for (another activation,
+    biases), is left as it is.
+    """
+    known = {family.class_named(name): made for name, made in FUSED[family.model_type].items()}
+    mixers = (family.class_named(family.linear_mixer), family.class_named(family.full_mixer))
+    found: list[Pair] = []  # mypy does not see that classes are hashable
+    for module in model.modules():
+        stock = type(module)
+        if "forward" in vars(module):
+            continue
+        if isinstance(module, GradientCheckpointingLayer) and any(isinstance(m, mixers) for m in module.children()):
+            found.append((module, _layer_class(stock)))  # type: ignore[arg-type]
+        elif stock in known and _IS_FOR.get(known[stock], lambda _: True)(module):
+            found.append((module, _fused_class(stock, known[stock])))  # type: ignore[arg-type]
+    return found
+
+
+@lru_cache
+def _layer_class(stock: type[nn.Module]) -> type[nn.Module]:
+    """A layer that tells its modules, also when checkpointing computes it again, that it runs for a tree."""
+
+    def forward(self: nn.Module, *args: Any, harts: TreePass | None = None, **kwargs: Any) -> Any:
+        if harts is None:
+            return stock.forward(self, *args, **kwargs)
+        with fusing(harts.fused_modules):
+            return stock.forward(self, *args, harts=harts, **kwargs)
+
+    return _subclass(stock, forward)
+
+
+@lru_cache
+def _fused_class(stock: type[nn.Module], fused: Forward) -> type[nn.Module]:
+    def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (fused if fuses(x) else stock.forward)(self, x, *args, **kwargs)
+
+    return _subclass(stock, forward)
+
+
+def _subclass(stock: type[nn.Module], forward: Forward) -> type[nn.Module]:
+    # The stock name stays, since Transformers, PEFT and FSDP settings find modules by class name.
+    return type(
+        stock.__name__, (stock, FusedModule), {"forward": forward, "__module__": stock.__module__, "stock": stock}
+    )
+
+
+def _llama_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    return rms_norm(hidden_states, self.weight, eps=self.variance_epsilon, rounds_first=True)
+
+
+def _olmo_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    return rms_norm(hidden_states, self.weight, eps=self.variance_epsilon)
+
+
+def _centred_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return rms_norm(x, self.weight, eps=self.eps, offset=1.0)
+
+
+def _kimi_output_norm(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return gated_rms_norm(hidden_states, gate, self.weight, eps=self.variance_epsilon, activation="sigmoid")
+
+
+def _gated_output_norm(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return gated_rms_norm(
+        hidden_states, gate, self.weight, eps=self.variance_epsilon, activation="silu", rounds_first=True
+    )
+
+
+def _mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
+    gate, up = self.gate_proj(x), self.up_proj(x)
+    same = gate.dtype == up.dtype  # an adapter may widen one of them
+    return self.down_proj(swiglu(gate, up) if same else self.act_fn(gate) * up)
+
+
+def _bounded_decays(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    bound = self.lower_bound if self.safe_gate else None
+    return decay_gate(self.f_proj(hidden_states), self.A_log, self.dt_bias, bound=bound, dtype=hidden_states.dtype)
+
+
+def _decays(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    x = self.f_b_proj(self.f_a_proj(hidden_states))
+    return decay_gate(x, self.A_log.reshape(-1), self.dt_bias, bound=None, dtype=torch.float32)
+
+
+def _experts(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    if self._is_expert_parallel or self.config._experts_implementation != "grouped_mm":
+        return type(self).stock.forward(self, hidden_states, top_k_index, top_k_weights)
+    order = experts.order_by_expert(top_k_index, self.num_experts)
+    rows = experts.expand(hidden_states.to(self.gate_up_proj.dtype), order)
+    both = _grouped_linear(rows, self.gate_up_proj, order.ends)
+    gated = experts.weighted_swiglu(both, top_k_weights, order)
+    return experts.combine(_grouped_linear(gated, self.down_proj, order.ends), order).to(hidden_states.dtype)
+
+
+def _is_swiglu(module: Any) -> bool:
+    return isinstance(module.act_fn, nn.SiLU | SiLUActivation)
+
+
+def _is_plain_experts(module: Any) -> bool:
+    settings = (module.has_bias, module.is_transposed, module.has_post_expert_norm, not module.has_gate)
+    return not any(settings) and _is_swiglu(module) and type(module)._apply_gate is _default_apply_gate
+
+
+# Settings that an operation is for, where a module may have others.
+_IS_FOR: dict[Forward, Callable[[Any], bool]] = {_mlp: _is_swiglu, _experts: _is_plain_experts}
+
+_KIMI: dict[str, Forward] = {
+    "RMSNorm": _llama_norm,
+    "RMSNormGated": _kimi_output_norm,
+    "MLP": _mlp,
+    "Experts": _experts,
+}
+_QWEN: dict[str, Forward] = {"RMSNorm": _centred_norm, "RMSNormGated": _gated_output_norm, "MLP": _mlp}
+
+
+def _named(prefix: str, forwards: dict[str, Forward]) -> dict[str, Forward]:
+    return {prefix + name: forward for name, forward in forwards.items()}
+
+
+# What each family gets: classes of its modeling module, by name, and their forwards on a tree.
+FUSED: dict[str, dict[str, Forward]] = {
+    "bailing_hybrid": _named("BailingHybrid", {**_KIMI, "ForgetGate": _bounded_decays}),
+    "kimi_linear": _named("KimiLinear", {**_KIMI, "ForgetGate": _decays}),
+    "qwen3_5_text": _named("Qwen3_5", _QWEN),
+    "qwen3_5_moe_text": _named("Qwen3_5Moe", {**_QWEN, "Experts": _experts}),
+    "qwen3_next": _named("Qwen3Next", {**_QWEN, "Experts": _experts}),
+    "olmo_hybrid": _named("OlmoHybrid", {"RMSNorm": _olmo_norm, "RMSNormGated": _gated_output_norm, "MLP": _mlp}),
+}
