@@ -53,7 +53,7 @@ def tree_forward(self: Any, *args: Any, harts: TreePass | None = None, **kwargs:
             harts=harts,
             **base_arguments,
         )
-    hidden = base_output.last_hidden_state[0]
+    hidden = base_output.last_hidden_state.squeeze(0)  # not [0], whose backward copies into zeros
     # Through the head's own call, so that FSDP2 and ZeRO-3 gather its weight for the forward and for the backward.
     rows: dict[str, torch.Tensor] = self.get_output_embeddings()(hidden, harts=harts)
     for name, output in outputs.items():

@@ -76,7 +76,8 @@ def _conv_on(tree_pass: TreePass, layer: int) -> Callable[..., torch.Tensor]:
         activation: str | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        rows = export_rows(tree_pass, "conv", layer, [hidden_states[0].transpose(0, 1)], [0])
+        # Not [0], whose backward copies the gradient into zeros, channels first: products on it are slow.
+        rows = export_rows(tree_pass, "conv", layer, [hidden_states.squeeze(0).transpose(0, 1)], [0])
         (together,) = import_rows(tree_pass, "conv", layer, rows, [0])
         mixed = tree_causal_conv1d(
             together, weight, bias, tree_pass.batch.conv(weight.shape[-1]), activation=activation
@@ -97,7 +98,8 @@ def _rule_on(tree_pass: TreePass, layer: int, rule: Callable[..., Any]) -> Calla
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         dims = [0] * 5
-        rows = export_rows(tree_pass, "linear", layer, [tensor[0] for tensor in (query, key, value, g, beta)], dims)
+        inputs = [tensor.squeeze(0) for tensor in (query, key, value, g, beta)]
+        rows = export_rows(tree_pass, "linear", layer, inputs, dims)
         rows = import_rows(tree_pass, "linear", layer, rows, dims)
         states = imported(tree_pass, "states", layer, 1)
         exported = tree_pass.batch.exports.get("states") if tree_pass.handoff is not None else None

@@ -109,6 +109,7 @@ class TreePolicy:
         self.totals: StepTotals | None = None
         self._leaves: SliceLeaves | None = None
         self._settings: SettingsOfSlices | None = None
+        self._inner: dict[int, Any] = {}
 
     @property
     def is_in_loss(self) -> bool:
@@ -132,7 +133,7 @@ class TreePolicy:
             ValueError: an unpatched model, or a call that would need gradients of anything but the policy's log-probs
                 of the slice.
         """
-        asked, policy = (self.trainer.accelerator.unwrap_model(one) for one in (model, self.trainer.model))
+        asked, policy = self._unwrapped(model), self._unwrapped(self.trainer.model)
         leaves = self._leaves
         if leaves is not None and asked is policy and leaves.answers(policy, input_ids, num_scored):
             return leaves.log_probs, leaves.entropies.float()  # TRL compares these with a float32 quantile
@@ -153,6 +154,7 @@ class TreePolicy:
         """Runs the kept slices as one update, with TRL's own loss."""
         slices, self.slices = self.slices, []
         self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
+        self._inner = {id(one): self._unwrapped(one) for one in (model, self.trainer.model)}
         try:
             self.totals = self._totals([one.batch for one in slices])
             reasons = [self._reason_to_score(one) for one in slices]
@@ -168,6 +170,7 @@ class TreePolicy:
         finally:
             self._settings.restore()
             self.totals = None
+            self._inner = {}
 
     def leaves(self, model: nn.Module, batch: dict[str, Any]) -> SliceLeaves:
         """Those of the slice whose loss is being computed; elsewhere (evaluation) the scores of a batch."""
@@ -204,8 +207,13 @@ class TreePolicy:
             entropies=values[ENTROPY],
             rows=token_ids(batch),
             with_grad=torch.is_grad_enabled(),
-            adapters=active_adapters(self.trainer.accelerator.unwrap_model(self.trainer.model)),
+            adapters=active_adapters(self._unwrapped(self.trainer.model)),
         )
+
+    def _unwrapped(self, model: Any) -> Any:
+        """The model inside Accelerate's wrappers; during a step known, since finding it takes milliseconds."""
+        known = self._inner.get(id(model))
+        return self.trainer.accelerator.unwrap_model(model) if known is None else known
 
     def _update(self, model: nn.Module, device: Any) -> TreeUpdate:
         return TreeUpdate(model, self.planner, self.options, ranks=self.ranks, device=device)
