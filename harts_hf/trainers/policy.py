@@ -24,8 +24,11 @@ from harts_hf.runtime.update import Leaves, TreeUpdate, UpdateReport
 from harts_hf.trainers.ranks import AccelerateRanks
 from harts_hf.trainers.rows import PaddedRows, token_ids
 from harts_hf.trainers.settings import Settings, SettingsOfSlices, read_settings
-from harts_hf.trainers.skipping import reason_to_score
+from harts_hf.trainers.skipping import has_custom_loss, reason_to_score
 from harts_hf.trainers.weighing import WEIGHTS, StepTotals
+
+# Entries of a slice's largest tensor up to which its loss is computed on the CPU.
+MOST_ON_CPU = 2**20
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -154,6 +157,10 @@ class TreePolicy:
         """Runs the kept slices as one update, with TRL's own loss."""
         slices, self.slices = self.slices, []
         self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
+        loss_device = self._loss_device(slices)
+        if loss_device is not None:
+            num_items = num_items.cpu() if isinstance(num_items, torch.Tensor) else num_items
+            slices = [replace(one, batch=batch) for one, batch in zip(slices, _on_cpu(slices), strict=True)]
         self._inner = {id(one): self._unwrapped(one) for one in (model, self.trainer.model)}
         try:
             self.totals = self._totals([one.batch for one in slices])
@@ -166,6 +173,7 @@ class TreePolicy:
                 unscored="probe" if reason is None else "never",
                 reason=reason or "",
                 probing=self._without_metrics,
+                loss_device=loss_device,
             )
         finally:
             self._settings.restore()
@@ -218,6 +226,14 @@ class TreePolicy:
     def _update(self, model: nn.Module, device: Any) -> TreeUpdate:
         return TreeUpdate(model, self.planner, self.options, ranks=self.ranks, device=device)
 
+    def _loss_device(self, slices: list[TRLSlice]) -> str | None:
+        """The CPU for TRL's own losses on one process (its metrics are collectives otherwise) and batches of a size
+        that a CPU is quick at: on a GPU a loss is a hundred launches, and a wait for each metric. None elsewhere."""
+        largest = max(v.numel() for one in slices for v in one.batch.values() if isinstance(v, torch.Tensor))
+        return (
+            "cpu" if self.ranks.count == 1 and largest <= MOST_ON_CPU and not has_custom_loss(self.trainer) else None
+        )
+
     def _reason_to_score(self, one: TRLSlice) -> str | None:
         assert self._settings is not None
         self._settings.apply(one.number)
@@ -246,6 +262,18 @@ class TreePolicy:
         finally:
             metrics.clear()
             metrics.update(kept)
+
+
+def _on_cpu(slices: list[TRLSlice]) -> list[dict[str, Any]]:
+    """The batches of slices on the CPU: copied all at once, and waited for once."""
+    found = [
+        {k: v.to("cpu", non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in one.batch.items()}
+        for one in slices
+    ]
+    devices = {v.device for one in slices for v in one.batch.values() if isinstance(v, torch.Tensor) and v.is_cuda}
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return found
 
 
 def _handed_sizes(trainer: Any) -> Any:

@@ -27,7 +27,8 @@ class TreeStep(_BaseTrainer):
         self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Returns the slice's loss, detached; all of it at the last micro-step, as their sum is what is logged."""
-        model.train()
+        if self.accelerator.sync_gradients or not model.training:  # goes through all modules
+            model.train()
         optimizer: Any = self.optimizer
         if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers
             optimizer.train()
