@@ -103,7 +103,7 @@ COMMANDS = {
         ("step", model): Command(
             "whole.step", "whole optimizer steps beside a floor, and what their time goes to",
             (some("--rows", STEP_ROWS, "workloads (default: all)"), some("--fused", FUSED, "modules (default: both)"),
-             SHAPES, OUT, DRY),
+             ("--host", {"action": "store_true", "help": "also where Python's time goes"}), SHAPES, OUT, DRY),
         )
         for model in STEP_MODELS
     },

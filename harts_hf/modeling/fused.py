@@ -18,7 +18,7 @@ from transformers.integrations.moe import _default_apply_gate, _grouped_linear
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from harts_hf.kernels import experts
-from harts_hf.kernels.rowwise import decay_gate, gated_rms_norm, rms_norm, swiglu
+from harts_hf.kernels.rowwise import decay_gate, gated_rms_norm, rms_norm, rotate, swiglu
 from harts_hf.modeling.families import Family
 from harts_hf.modeling.tree_pass import TreePass
 
@@ -153,6 +153,30 @@ def _experts(
     return experts.combine(_grouped_linear(gated, self.down_proj, order.ends), order).to(hidden_states.dtype)
 
 
+def rotary_of(family: Family) -> dict[str, Forward]:
+    """The function of a family's module through which its attention turns queries and keys, as one operation each."""
+    if family.model_type not in _ROTARY:
+        return {}
+    name, interleaved = _ROTARY[family.model_type]
+    stock: Forward = getattr(family.module, name)
+
+    def turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any) -> Any:
+        if args or not fuses(q):
+            return stock(q, k, cos, sin, *args)
+        return rotate(q, cos, sin, interleaved=interleaved), rotate(k, cos, sin, interleaved=interleaved)
+
+    return {name: turned}
+
+
+def expanded_latents(self: Any, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[1, H, N, D]`` of an MLA's latents ``[1, 1, N, L]`` and rotary keys ``[1, 1, N, R]``, rows
+    first in memory: one copy, whose backward is views, where stock layers write into slices of an empty tensor."""
+    both = self.kv_b_proj(latents).squeeze(1).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
+    keys, values = both.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+    keys = torch.cat([keys, rotary.transpose(1, 2).expand(-1, -1, keys.shape[2], -1)], dim=-1)
+    return keys.transpose(1, 2), values.transpose(1, 2)
+
+
 def _is_swiglu(module: Any) -> bool:
     return isinstance(module.act_fn, nn.SiLU | SiLUActivation)
 
@@ -161,6 +185,12 @@ def _is_plain_experts(module: Any) -> bool:
     settings = (module.has_bias, module.is_transposed, module.has_post_expert_norm, not module.has_gate)
     return not any(settings) and _is_swiglu(module) and type(module)._apply_gate is _default_apply_gate
 
+
+# By model_type, the name of the rotary function, and whether it reads pairs side by side.
+_ROTARY = {
+    "bailing_hybrid": ("apply_rotary_pos_emb_interleave", True),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), ("apply_rotary_pos_emb", False)),
+}
 
 # Settings that an operation is for, where a module may have others.
 _IS_FOR: dict[Forward, Callable[[Any], bool]] = {_mlp: _is_swiglu, _experts: _is_plain_experts}

@@ -19,10 +19,12 @@ from harts_hf.kernels.attention import tree_attention
 from harts_hf.kernels.conv import tree_causal_conv1d
 from harts_hf.modeling.boundary import export_rows, export_states, import_rows, imported
 from harts_hf.modeling.families import Family
+from harts_hf.modeling.fused import expanded_latents, fuses, rotary_of
 from harts_hf.modeling.tree_pass import TreePass
 
 CONV_FUNCTION = "causal_conv1d_fn"
 ATTENTION_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+EXPANSION = "expand_kv"  # of an MLA's latents
 
 
 class TreeMixer(nn.Module):
@@ -51,9 +53,10 @@ def tree_linear_class(stock: type[nn.Module], family: Family) -> type[nn.Module]
 
 
 @lru_cache
-def tree_attention_class(stock: type[nn.Module]) -> type[nn.Module]:
+def tree_attention_class(stock: type[nn.Module], family: Family) -> type[nn.Module]:
     """A subclass of a full-attention mixer that runs on a tree when it is given a plan."""
-    raw_forward = _raw_forward(stock, {ATTENTION_REGISTRY})
+    rotary = rotary_of(family)
+    raw_forward = _raw_forward(stock, {ATTENTION_REGISTRY, *rotary})
 
     def forward(self: nn.Module, *args: Any, harts: TreePass | None = None, **kwargs: Any) -> Any:
         if harts is None:
@@ -63,9 +66,15 @@ def tree_attention_class(stock: type[nn.Module]) -> type[nn.Module]:
         # Transformers' mixers join earlier keys and values (MLA: latents) to new ones through their cache.
         kwargs["cache"] = _HandedKeys(harts) if hands_over and not expanded else None
         attention = _AttentionOn(harts, _HandedKeys(harts) if expanded else None)
-        return _rebind(raw_forward, {ATTENTION_REGISTRY: attention})(self, *args, **kwargs)
+        return _rebind(raw_forward, {**rotary, ATTENTION_REGISTRY: attention})(self, *args, **kwargs)
 
-    return _subclass(stock, forward)
+    if not hasattr(stock, EXPANSION):
+        return _subclass(stock, forward)
+
+    def expand_kv(self: nn.Module, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (expanded_latents if fuses(latents) else getattr(stock, EXPANSION))(self, latents, rotary)
+
+    return _subclass(stock, forward, **{EXPANSION: expand_kv})
 
 
 def _conv_on(tree_pass: TreePass, layer: int) -> Callable[..., torch.Tensor]:
@@ -193,8 +202,7 @@ def _rebind(function: FunctionType, names: dict[str, Any]) -> FunctionType:
     return rebound
 
 
-def _subclass(stock: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+def _subclass(stock: type[nn.Module], forward: Callable[..., Any], **methods: Callable[..., Any]) -> type[nn.Module]:
     # The stock name stays, since Transformers, PEFT and FSDP settings find layers by class name.
-    return type(
-        stock.__name__, (stock, TreeMixer), {"forward": forward, "__module__": stock.__module__, "stock": stock}
-    )
+    made = {"forward": forward, **methods, "__module__": stock.__module__, "stock": stock}
+    return type(stock.__name__, (stock, TreeMixer), made)

@@ -163,7 +163,7 @@ def _find_mixers(model: Any, family: Family) -> list[tuple[nn.Module, type[nn.Mo
     full: Any = family.class_named(family.full_mixer)
     found = [
         # mypy does not see that classes are hashable.
-        (module, tree_linear_class(linear, family) if type(module) is linear else tree_attention_class(full))  # type: ignore[arg-type]
+        (module, tree_linear_class(linear, family) if type(module) is linear else tree_attention_class(full, family))  # type: ignore[arg-type]
         for module in model.modules()
         if type(module) in (linear, full)
     ]

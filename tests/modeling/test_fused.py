@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
         return counting
 
-    for name in ("rms_norm", "gated_rms_norm", "swiglu", "decay_gate"):
+    for name in ("rms_norm", "gated_rms_norm", "swiglu", "decay_gate", "rotate"):
         monkeypatch.setattr(fused, name, counted(name, getattr(fused, name)))
     monkeypatch.setattr(fused.experts, "combine", counted("experts", fused.experts.combine))
     return found
@@ -75,6 +75,7 @@ def test_equals_stock_modules(family, as_on_a_gpu, calls):
     assert names >= {name for name in fused.FUSED[family] if name.startswith(prefix)}
     expected = {"rms_norm", "gated_rms_norm", "swiglu"}
     expected |= {"experts"} if family in MOE_FAMILIES else set()
+    expected |= {"rotate"} if fused.rotary_of(KNOWN[family]) else set()
     expected |= {"decay_gate"} if "ForgetGate" in " ".join(fused.FUSED[family]) else set()
     assert set(calls) == expected
     once = Counter(calls)

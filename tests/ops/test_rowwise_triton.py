@@ -74,6 +74,28 @@ def test_decay_gate(columns, rows, bound, dtype):
     assert_as_good(rowwise.decay_gate, inputs, bound=bound, dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("columns", "turned"), [(24, 24), (40, 12), (256, 64)])
+def test_rotate(columns, turned, interleaved, dtype):
+    """All columns, or some; rows of heads that stand in a wider tensor, as slices of a projection do."""
+    wide = draw(1, 9, 3, columns + 8, dtype=dtype).detach()
+    angles = torch.randn(1, 9, turned // 2, device=DEVICE).repeat(1, 1, 2)
+    x = wide[..., 8:].transpose(1, 2)
+
+    def run(x, backend):
+        return rowwise.rotate(x, angles.cos().to(x), angles.sin().to(x), interleaved=interleaved, backend=backend)
+
+    assert_as_good(run, [x])
+    # No turn is no change, and a quarter turn of the first pair is (a, b) -> (-b, a).
+    still, none = torch.ones(1, 9, turned, device=DEVICE), torch.zeros(1, 9, turned, device=DEVICE)
+    plain = rowwise.rotate(x.float(), still, none, interleaved=False, backend="triton")
+    assert torch.equal(plain, x.float())
+    quarter = rowwise.rotate(x.float(), none, still, interleaved=interleaved, backend="triton")
+    assert torch.equal(quarter[..., 0], -x[..., 1 if interleaved else turned // 2].float())
+    assert torch.equal(quarter[..., turned // 2], x[..., 0].float())
+
+
 def test_norm_of_a_slice_and_of_nothing():
     """Rows of a wider tensor are read in place; a batch without rows has zero gradients."""
     wide, weight = draw(6, 10), draw(4)
@@ -107,5 +129,7 @@ def test_refusals():
         rowwise.swiglu(x, x.double())
     with pytest.raises(ValueError, match="expected x of a multiple of 3 columns, got 8"):
         rowwise.decay_gate(x, draw(3), draw(8), bound=None, dtype=torch.float32)
+    with pytest.raises(ValueError, match="expected angles of an even number of at most 8 columns, got 10"):
+        rowwise.rotate(draw(1, 2, 3, 8), draw(1, 3, 10), draw(1, 3, 10), interleaved=False)
     with pytest.raises(ValueError, match="expected at most float32, got float64"):
         rowwise.rms_norm(x.double(), draw(8).double(), eps=1e-6, backend="triton")

@@ -1,13 +1,15 @@
 """Whole optimizer steps of ``TreeGRPOTrainer`` on whole models: seconds beside a floor, and what they go to.
 
 One process builds a model of random weights and takes the rows of :data:`benchmarks.gpu.registry.STEP_ROWS` one after
-another: two steps that compile, three that are timed, one under the profiler.
+another: a step that compiles, three that are timed, one under the profiler, and if asked one under Python's.
 """
 
 import argparse
+import cProfile
 import gc
 import gzip
 import json
+import pstats
 import statistics
 import tempfile
 import time
@@ -65,30 +67,45 @@ def group(shapes: Path, number: int, vocab: int) -> tuple[list[np.ndarray], list
 
 
 class Clock(TrainerCallback):
-    """Times steps; profiles the last one.
+    """Times steps; profiles one after those that are timed, and Python in the one after that.
 
     Attributes:
         seconds: of each step.
-        profile: of the last one.
+        profile: of the GPU.
+        host: of Python.
     """
 
-    def __init__(self, dry: bool, steps: int) -> None:
-        self.dry, self.steps = dry, steps
+    def __init__(self, dry: bool, profiled: int) -> None:
+        self.dry, self.profiled = dry, profiled
         self.seconds: list[float] = []
-        self.profile: Any = None
+        self.profile = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (not dry))
+        self.host = cProfile.Profile()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         synchronise(self.dry)
-        if len(self.seconds) == self.steps - 1:
-            self.profile = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (not self.dry))
+        if len(self.seconds) == self.profiled:
             self.profile.__enter__()
+        if len(self.seconds) > self.profiled:
+            torch.autograd.set_multithreading_enabled(False)  # Python sees its own thread alone
+            self.host.enable()
         self._begun = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         synchronise(self.dry)
+        self.host.disable()
+        torch.autograd.set_multithreading_enabled(True)
         self.seconds.append(time.perf_counter() - self._begun)
-        if self.profile is not None:
+        if len(self.seconds) == self.profiled + 1:
             self.profile.__exit__(None, None, None)
+
+    def functions(self) -> dict[str, list[list[Any]]]:
+        """Where Python's time went: function, calls, seconds of its own and with what it calls; the largest of both."""
+        found: Any = pstats.Stats(self.host).stats  # type: ignore[attr-defined]
+        rows = [
+            [f"{'/'.join(Path(file).parts[-3:])}:{line} {name}", calls, round(own, 4), round(all, 4)]
+            for (file, line, name), (_, calls, own, all, _) in found.items()
+        ]
+        return {"own": sorted(rows, key=lambda r: -r[2])[:80], "all": sorted(rows, key=lambda r: -r[3])[:120]}
 
 
 def synchronise(dry: bool) -> None:
@@ -133,7 +150,9 @@ class Watched:
         return watched
 
 
-def measure(model: nn.Module, name: str, row: StepRow, shapes: Path, dry: bool, machine: Machine, fused: str) -> dict:
+def measure(
+    model: nn.Module, name: str, row: StepRow, shapes: Path, dry: bool, machine: Machine, fused: str, host: bool
+) -> dict:
     """One row of the record."""
     trajectories, scored = group(shapes, row.group, model.config.vocab_size)
     if dry:
@@ -152,8 +171,8 @@ def measure(model: nn.Module, name: str, row: StepRow, shapes: Path, dry: bool, 
 
     model.gradient_checkpointing_disable()
     timed_steps = TIMED_OF_SLOW if row.slow else TIMED
-    steps = WARM + timed_steps + 1
-    clock, watched = Clock(dry, steps), Watched(dry)
+    steps = WARM + timed_steps + 1 + host
+    clock, watched = Clock(dry, WARM + timed_steps), Watched(dry)
     with tempfile.TemporaryDirectory() as folder:
         trainer = TreeGRPOTrainer(
             model, reward, rollout_func=play, processing_class=rollouts.tokenizer(), callbacks=[clock],
@@ -192,7 +211,7 @@ def measure(model: nn.Module, name: str, row: StepRow, shapes: Path, dry: bool, 
         "rows": logs["tree/backward_tokens"],
         "scored_first": runs > 1,
         "seconds": seconds,
-        "seconds_of_steps": clock.seconds[:-1],
+        "seconds_of_steps": clock.seconds[: WARM + timed_steps],
         "forward_backward_seconds": inside,
         "bookkeeping_share": 1 - inside / seconds,
         "planning_seconds": logs["tree/planning_seconds"],
@@ -200,6 +219,7 @@ def measure(model: nn.Module, name: str, row: StepRow, shapes: Path, dry: bool, 
         "entropy": logs["entropy"],
         "peak_memory": 0 if dry else torch.cuda.max_memory_allocated(),
         **found,
+        **({"host": clock.functions(), "host_seconds": clock.seconds[-1]} if host else {}),
     }
     floor = floor_seconds(
         per_row(model), machine, rows=round(result["rows"]), labels=watched.labels,
@@ -227,7 +247,9 @@ def main(options: argparse.Namespace) -> None:
         for name in options.rows:
             begun = time.monotonic()
             try:
-                found = measure(model, options.what, STEP_ROWS[name], options.shapes, dry, machine, fused)
+                found = measure(
+                    model, options.what, STEP_ROWS[name], options.shapes, dry, machine, fused, options.host
+                )
                 result["rows"].append(found)
                 print(summary(name, found), f"({time.monotonic() - begun:.0f} s)", flush=True)
             except Exception:

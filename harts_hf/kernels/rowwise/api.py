@@ -158,6 +158,41 @@ def decay_gate(
     return reference.decay_gate(x, log_rate, bias, bound=bound, dtype=dtype)
 
 
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, backend: str | None = None
+) -> torch.Tensor:
+    """Rotary embeddings of the first ``R`` columns (arXiv 2104.09864); the others stay.
+
+    Pair ``j`` of the ``R / 2`` is turned by its angle: ``(a, b) -> (a cos - b sin, b cos + a sin)``. Results stand in
+    columns ``j`` and ``j + R / 2``. Both columns of a pair have the same angle, that of ``cos[..., j]``.
+
+    Args:
+        x: ``[1, H, N, D]``.
+        cos: ``[1, N, R]``, its two halves alike, without gradients.
+        sin: likewise.
+        interleaved: whether a pair is read from columns ``2 j`` and ``2 j + 1``, else from those it is written to.
+        backend: "triton" or "reference"; None chooses by device.
+
+    Returns:
+        ``[1, H, N, D]``, the wider dtype of ``x`` and ``cos``.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or backend other than stated.
+    """
+    check_floating(x=x, cos=cos, sin=sin)
+    check_shape("x", x, (1, "H", "N", "D"))
+    check_shape("cos", cos, (1, x.shape[2], "R"))
+    check_shape("sin", sin, tuple(cos.shape))
+    check_same_device(x=x, cos=cos, sin=sin)
+    if cos.shape[-1] % 2 or cos.shape[-1] > x.shape[-1]:
+        raise ValueError(f"expected angles of an even number of at most {x.shape[-1]} columns, got {cos.shape[-1]}")
+    if _chosen("rotate", backend, x) == "triton":
+        from harts_hf.kernels.rowwise import triton_rotary
+
+        return triton_rotary.rotate(x, cos, sin, interleaved=interleaved)
+    return reference.rotate(x, cos, sin, interleaved=interleaved)
+
+
 def _chosen(name: str, backend: str | None, x: torch.Tensor) -> str:
     if backend is None and x.dtype == torch.float64:
         return "reference"  # the GPU's kernels compute in float32

@@ -43,6 +43,16 @@ def decay_gate(
     return gate.to(dtype)
 
 
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """See :func:`harts_hf.kernels.rowwise.api.rotate`."""
+    wide, half = wide_dtype(x, cos), cos.shape[-1] // 2
+    turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    c, s = (angle[:, None, :, :half].to(wide) for angle in (cos, sin))
+    dtype = torch.promote_types(x.dtype, cos.dtype)
+    return torch.cat([a * c - b * s, b * c + a * s, rest.to(wide)], dim=-1).to(dtype)
+
+
 def _normalized(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.dtype]:
     wide = wide_dtype(x, weight)
     row = x.to(wide)
