@@ -206,7 +206,10 @@ STEP_WORKLOAD = "miniswe_b_drop"
 STEP_ROWS = {
     "0": StepRow(0, "always", True),
     "0-kept": StepRow(0, "always", False, 10240),
+    "0-whole": StepRow(0, "always", True, 32768),
+    "0-whole-kept": StepRow(0, "always", False, 32768),
     "1": StepRow(1, "always", True),
+    "1-whole": StepRow(1, "always", True, 32768),
     "13": StepRow(13, "always", True, slow=True),
     "0-never": StepRow(0, "never", True, slow=True),
 }

@@ -19,8 +19,15 @@ class Tables:
     """Tables that move between devices together."""
 
     def to(self, device: torch.device | str) -> Self:
-        """The same tables on ``device``."""
-        return type(self)(**{f.name: _move(getattr(self, f.name), device) for f in fields(self)})  # type: ignore[arg-type]
+        """The same tables on ``device``, with :attr:`host`; a GPU's copies are not waited for."""
+        moved = type(self)(**{f.name: _move(getattr(self, f.name), device) for f in fields(self)})  # type: ignore[arg-type]
+        object.__setattr__(moved, "_host", self.host)
+        return moved
+
+    @property
+    def host(self) -> Self:
+        """The tables that these were moved from, for what is derived on the CPU: reading a GPU's would wait for it."""
+        return getattr(self, "_host", self)
 
 
 def _move(value: Any, device: torch.device | str) -> Any:
@@ -28,6 +35,9 @@ def _move(value: Any, device: torch.device | str) -> Any:
         return tuple(_move(one, device) for one in value)
     if isinstance(value, dict):
         return {key: _move(one, device) for key, one in value.items()}
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and torch.device(device).type == "cuda":
+        # From pinned memory the copy runs beside the CPU; PyTorch keeps that memory until it has.
+        return (value.pin_memory() if torch.cuda.is_available() else value).to(device, non_blocking=True)
     return value.to(device) if isinstance(value, torch.Tensor | Tables) else value
 
 
@@ -186,7 +196,8 @@ class RowTable(Tables):
 
     def select(self, wanted: torch.Tensor) -> Self:
         """The part where ``wanted`` ``[P]`` (bool) says so."""
-        return type(self)(**{f.name: getattr(self, f.name)[wanted] for f in fields(self)})
+        kept = wanted.nonzero().squeeze(1)  # the one wait for a GPU
+        return type(self)(**{f.name: getattr(self, f.name)[kept] for f in fields(self)})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

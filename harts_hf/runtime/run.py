@@ -85,7 +85,7 @@ class WindowRun:
         self.handoff = Handoff(
             count_readers(window.batches), offload=self.options.offload, expand_latents=self.options.expand_latents
         )
-        self.recompute_difference = 0.0
+        self._differences: list[torch.Tensor] = []
         own = len(window.batches)
         count = None if self.ranks.count == 1 else self.ranks.agree(own)[0]
         self._ops, self._num_scoring = _ops_of(window, mode, count)
@@ -116,6 +116,11 @@ class WindowRun:
                 self._answers[index] = answered
         self._scores = scores
         return self.scores
+
+    @property
+    def recompute_difference(self) -> float:
+        """The largest difference of a log-prob computed again from its score, so far."""
+        return max((float(found) for found in self._differences), default=0.0)
 
     @property
     def scores(self) -> TreeValues:
@@ -193,7 +198,8 @@ class WindowRun:
                     self._scores = self._with(self._scores, answered, names)
             else:
                 answered = self._answers.pop(index)
-                self._compare(answered)
+                if scored:
+                    self._compare(answered)
                 self._check_model()
                 (backward or self.ranks.backward)(_inner_product(answered, coefficients))
                 del answered  # what is left of its graph
@@ -254,8 +260,7 @@ class WindowRun:
         tree_rows = answered.tree_rows(LOG_PROB)
         if self._scores is not None and LOG_PROB in self._scores.rows and len(tree_rows):
             before = self._scores.rows[LOG_PROB][tree_rows]
-            difference = (answered.answer["rows"][LOG_PROB].detach() - before).abs().max().item()
-            self.recompute_difference = max(self.recompute_difference, difference)
+            self._differences.append((answered.answer["rows"][LOG_PROB].detach() - before).abs().max())
 
     def _with(self, scores: TreeValues | None, answered: _Answered, names: tuple[str, ...]) -> TreeValues:
         """``scores`` with what a forward answered filled in (rows) or added (sums)."""

@@ -58,12 +58,13 @@ def is_tagged(tensor: torch.Tensor) -> bool:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """All tensors in an object, however deep."""
+    """All tensors in an object, however deep, but for what tables keep of themselves on the CPU."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in tensors_of(item)]
-    return tensors_of(list((value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()))
+    parts = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return tensors_of([part for name, part in parts.items() if name != "_host"])
 
 
 def _device_of(tensor: torch.Tensor) -> torch.device:

@@ -99,7 +99,7 @@ class Clock(TrainerCallback):
             self.profile.__exit__(None, None, None)
 
     def functions(self) -> dict[str, list[list[Any]]]:
-        """Where Python's time went: function, calls, seconds of its own and with what it calls; the largest of both."""
+        """Where Python's time went: function, calls, seconds of its own and with what it calls; largest first."""
         found: Any = pstats.Stats(self.host).stats  # type: ignore[attr-defined]
         rows = [
             [f"{'/'.join(Path(file).parts[-3:])}:{line} {name}", calls, round(own, 4), round(all, 4)]

@@ -163,6 +163,7 @@ def build_packed_chains(
         group_size: nodes and starting chains that a group may have (one chain may always); None for
             :func:`default_group_size`.
     """
+    device, tables = tables.parent.device, tables.host
     size, num_nodes = tables.chunk_size, tables.num_nodes
     parent, lengths = _host(tables.parent), _host(tables.lengths)
     chains = decompose_chains(parent)
@@ -208,7 +209,7 @@ def build_packed_chains(
         num_slots=slots.num_slots,
         chunk_size=size,
     )
-    return host.to(tables.parent.device)
+    return host.to(device)
 
 
 def default_group_size(weight: int, num_rows: int, chunk_size: int) -> int:

@@ -68,6 +68,7 @@ def token_logprobs(
 @dataclass(frozen=True)
 class _Chunk:
     rows: torch.Tensor  # [n] unique hidden rows
+    counts: torch.Tensor  # [n] labels of each
     labels: slice  # their labels, a range of the P ones
     row_of_label: torch.Tensor  # [labels] position in `rows`
 
@@ -78,7 +79,7 @@ def _chunks(rows: torch.Tensor, chunk_rows: int) -> Iterator[_Chunk]:
     for start in range(0, len(unique), chunk_rows):
         stop = min(start + chunk_rows, len(unique))
         labels = slice(stops[start - 1] if start else 0, stops[stop - 1])
-        yield _Chunk(unique[start:stop], labels, inverse[labels] - start)
+        yield _Chunk(unique[start:stop], counts[start:stop], labels, inverse[labels] - start)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -162,9 +163,10 @@ def _with_gradient(
     for gradient in gradients:
         if gradient is not None:
             needed |= gradient != 0
-    if needed.all():
+    kept = needed.nonzero().squeeze(1)  # the one wait for a GPU
+    if len(kept) == len(rows):
         return rows, labels, *gradients  # type: ignore[return-value]
-    return rows[needed], labels[needed], *(None if g is None else g[needed] for g in gradients)  # type: ignore[return-value]
+    return rows[kept], labels[kept], *(None if g is None else g[kept] for g in gradients)  # type: ignore[return-value]
 
 
 def _logits_gradient(
@@ -191,5 +193,4 @@ def _logits_gradient(
 
 def _sum_by_row(values: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
     """``[n, 1]`` sums over the labels of each row, in their order."""
-    counts = torch.bincount(chunk.row_of_label, minlength=len(chunk.rows))
-    return torch.segment_reduce(values, "sum", lengths=counts)[:, None]
+    return torch.segment_reduce(values, "sum", lengths=chunk.counts, unsafe=True)[:, None]
