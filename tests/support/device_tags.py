@@ -14,6 +14,7 @@ import harts_hf.kernels.attention.api as attention
 import harts_hf.kernels.conv.api as conv
 import harts_hf.kernels.gather.api as gather
 import harts_hf.kernels.linear_attention.api as linear_attention
+import harts_hf.kernels.logprobs.api as logprobs
 
 DEVICE = torch.device("cuda", 0)
 _ATEN = torch.ops.aten
@@ -34,7 +35,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     The portable backends of the operations run on it. What depends on ``Tensor.is_cuda``, and autocast, stay those of
     the CPU.
     """
-    for api in (attention, conv, gather, linear_attention):
+    for api in (attention, conv, gather, linear_attention, logprobs):
         monkeypatch.setattr(api, "_BY_DEVICE", {"cpu": "torch", "cuda": "torch"})
     tagging = _Tagging()
     moving = _Moving(tagging)

@@ -6,8 +6,8 @@ from harts_hf.kernels.checks import check_floating, check_same_device, check_sha
 from harts_hf.kernels.logprobs import reference
 from harts_hf.kernels.logprobs import torch as torch_backend
 
-# Plain PyTorch is what runs on a GPU too: the time is in the matrix products.
-_BY_DEVICE = {"cpu": "torch", "cuda": "torch"}
+# On a GPU Triton's kernels follow PyTorch's products, except where there is a cap.
+_BY_DEVICE = {"cpu": "torch", "cuda": "triton"}
 
 
 def token_logprobs(
@@ -43,7 +43,7 @@ def token_logprobs(
         softcap: bound of the logits, None for no bound.
         return_entropy: whether to compute entropies.
         max_chunk_elements: most logits that are alive at once (at least one row of them is).
-        backend: "torch" or "reference"; None chooses by device.
+        backend: "torch", "triton" (no cap, at most float32) or "reference"; None chooses by device.
 
     Returns:
         ``logp`` ``[P]`` and ``entropy`` ``[P]`` (None unless asked for), float32 or wider. With ``P = 0`` both stay
@@ -73,8 +73,11 @@ def token_logprobs(
     check_same_device(hidden=hidden, weight=weight, bias=bias, rows=rows, labels=labels)
     if hidden.device.type == "cpu":  # on a GPU reading values back would stall it; indexing fails there by itself
         _check_values(rows, labels, num_rows=hidden.shape[0], vocabulary=weight.shape[0])
+    if backend is None and (softcap is not None or hidden.dtype == torch.float64):
+        backend = "torch"
     chosen = choose_backend("token_logprobs", backend, hidden.device, by_device=_BY_DEVICE)
     run = reference.token_logprobs if chosen == "reference" else torch_backend.token_logprobs
+    fused = {"fused": True} if chosen == "triton" else {}
     logp, entropy = run(
         hidden,
         weight,
@@ -86,6 +89,7 @@ def token_logprobs(
         softcap=softcap,
         return_entropy=return_entropy,
         max_chunk_elements=max_chunk_elements,
+        **fused,
     )
     return logp, entropy
 

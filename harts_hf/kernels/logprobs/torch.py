@@ -22,13 +22,23 @@ class _Head:
     temperature: float
     logit_scale: float
     softcap: float | None
+    fused: bool  # whether Triton's kernels compute what follows a product
 
-    def product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``[n, D]``, ``[V, D]`` -> scaled logits ``[n, V]`` before the cap, in the wide dtype."""
+    @property
+    def factor(self) -> float:
+        """Of the logits, where there is no cap."""
+        return self.logit_scale / self.temperature
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``[n, D]``, ``[V, D]`` -> ``[n, V]`` in the dtype of the product."""
         logits = hidden.to(self.compute_dtype) @ weight.T
         if bias is not None:
             logits += bias.to(self.compute_dtype)
-        return logits.to(self.wide).mul_(self.logit_scale)
+        return logits
+
+    def product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``[n, D]``, ``[V, D]`` -> scaled logits ``[n, V]`` before the cap, in the wide dtype."""
+        return self.logits(hidden, weight, bias).to(self.wide).mul_(self.logit_scale)
 
     def cap_(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``z`` (in place of ``y``) and the ``tanh`` that its gradient needs."""
@@ -55,11 +65,19 @@ def token_logprobs(
     softcap: float | None,
     return_entropy: bool,
     max_chunk_elements: int,
+    fused: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See :func:`harts_hf.kernels.logprobs.api.token_logprobs`."""
+    """See :func:`harts_hf.kernels.logprobs.api.token_logprobs`; with ``fused`` what follows each product is Triton's.
+
+    Raises:
+        ValueError: ``fused`` with a cap or float64.
+    """
     device = hidden.device.type
     compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    head = _Head(compute_dtype, wide_dtype(hidden), temperature, logit_scale, softcap)
+    wide = wide_dtype(hidden)
+    if fused and (softcap is not None or wide == torch.float64):
+        raise ValueError("expected no cap and at most float32 of Triton's kernels: use the torch backend")
+    head = _Head(compute_dtype, wide, temperature, logit_scale, softcap, fused)
     chunk_rows = max(1, max_chunk_elements // weight.shape[0])
     with torch.autocast(device, enabled=False):
         return _TokenLogprobs.apply(hidden, weight, bias, rows, labels, head, chunk_rows, return_entropy)
@@ -100,6 +118,12 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy = torch.empty_like(logp) if return_entropy else None
         used_weight = weight.to(head.compute_dtype)
         for chunk in _chunks(rows, chunk_rows):
+            if head.fused:
+                logits = head.logits(hidden.index_select(0, chunk.rows), used_weight, bias)
+                logp[chunk.labels], found = _fused_values(logits, chunk, labels, head, return_entropy)
+                if entropy is not None:
+                    entropy[chunk.labels] = found
+                continue
             z, _ = head.cap_(head.product(hidden.index_select(0, chunk.rows), used_weight, bias))
             log_total = z.logsumexp(dim=1)
             position = chunk.row_of_label
@@ -127,10 +151,14 @@ class _TokenLogprobs(torch.autograd.Function):
         used_weight = weight.to(head.compute_dtype)
         for chunk in _chunks(rows, ctx.chunk_rows) if grad_logp is not None or grad_entropy is not None else ():
             chunk_hidden = hidden.index_select(0, chunk.rows).to(head.compute_dtype)
-            z, tanh = head.cap_(head.product(chunk_hidden, used_weight, bias))
-            grad = _logits_gradient(z, chunk, labels, grad_logp, grad_entropy)
-            # Rounded to the dtype of the product, as autograd would, but multiplied and summed in the wide one.
-            grad = head.cap_backward_(grad, tanh).to(head.compute_dtype)
+            if head.fused:
+                logits = head.logits(chunk_hidden, used_weight, bias)
+                grad = _fused_gradient(logits, chunk, labels, head, grad_logp, grad_entropy)
+            else:
+                z, tanh = head.cap_(head.product(chunk_hidden, used_weight, bias))
+                grad = _logits_gradient(z, chunk, labels, grad_logp, grad_entropy)
+                # Rounded to the dtype of the product, as autograd would, but multiplied and summed in the wide one.
+                grad = head.cap_backward_(grad, tanh).to(head.compute_dtype)
             if grad_hidden is not None:
                 total = grad.new_zeros(len(grad), weight.shape[1], dtype=wide)
                 grad_hidden[chunk.rows] = _add_product_(total, grad, used_weight).to(hidden.dtype)
@@ -189,6 +217,38 @@ def _logits_gradient(
         grad.sub_(_sum_by_row(upstream, chunk) * p)
         grad.index_put_((chunk.row_of_label, labels[chunk.labels]), upstream, accumulate=True)
     return grad
+
+
+def _fused_values(
+    logits: torch.Tensor, chunk: _Chunk, labels: torch.Tensor, head: _Head, entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[labels]`` log-probs, and entropies if asked for (else something of that shape)."""
+    from harts_hf.kernels.logprobs import triton
+
+    total, entropies = triton.statistics(logits, head.factor, entropy=entropy)
+    position = chunk.row_of_label
+    z = logits[position, labels[chunk.labels]].to(head.wide) * head.factor
+    return z - total[position], entropies[position]
+
+
+def _fused_gradient(
+    logits: torch.Tensor,
+    chunk: _Chunk,
+    labels: torch.Tensor,
+    head: _Head,
+    grad_logp: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    """Gradient ``[n, V]`` of the logits, in their place and dtype."""
+    from harts_hf.kernels.logprobs import triton
+
+    total, entropies = triton.statistics(logits, head.factor, entropy=grad_entropy is not None)
+    of_labels = [None if g is None else g[chunk.labels].to(head.wide) for g in (grad_entropy, grad_logp)]
+    d_entropy, d_row = (None if g is None else _sum_by_row(g, chunk).squeeze(1) for g in of_labels)
+    ptr = torch.nn.functional.pad(chunk.counts.cumsum(0), (1, 0))
+    return triton.gradient_(
+        logits, head.factor, total, entropies, d_entropy, of_labels[1], d_row, labels[chunk.labels], ptr
+    )
 
 
 def _sum_by_row(values: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
