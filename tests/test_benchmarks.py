@@ -145,3 +145,63 @@ def test_jobs_end_in_time_and_go_on(gpu: Any, tmp_path: Path, monkeypatch: pytes
     assert gpu.processes.run_jobs([hangs, done], 3, time.monotonic() + 1, *arguments) == {
         "hangs": "not begun: no time left"
     }
+
+
+def test_breakdown_of_a_step() -> None:
+    """Kernels by kind, launches and waits inside forwards and backwards and outside, and time without a kernel."""
+    from benchmarks.gpu.whole.breakdown import INSIDE, Event, breakdown
+
+    ms = 1_000_000
+    events = [
+        Event(INSIDE, False, 10 * ms, 50 * ms),
+        Event(INSIDE, True, 12 * ms, 40 * ms),
+        Event("cudaLaunchKernel", False, 11 * ms, ms),
+        Event("cuLaunchKernelEx", False, 12 * ms, ms),
+        Event("cudaLaunchKernel", False, 70 * ms, ms),
+        Event("cudaStreamSynchronize", False, 20 * ms, ms),
+        Event("cudaStreamSynchronize", False, 80 * ms, ms),
+        Event("cudaMemcpyAsync", False, 81 * ms, ms),
+        Event("nvjet_sm90_tst_128x248", True, 10 * ms, 4 * ms),
+        Event("_fused_norm_backward", True, 12 * ms, 4 * ms),  # beside the product, on another stream
+        Event("chunk_kda_bwd_kernel_intra", True, 20 * ms, 3 * ms),
+        Event("cutlass::GemmUniversal<GroupProblemShape>", True, 23 * ms, 2 * ms),
+        Event("who_knows", True, 25 * ms, 1 * ms),
+    ]
+    found = breakdown(events)
+    assert found["kernels_ms"] == {"rule": 3, "fused": 4, "grouped products": 2, "products": 4, "other": 1}
+    assert (found["kernel_ms"], found["span_ms"], found["idle_ms"]) == (14, 16, 4)
+    assert (found["launches"], found["launches_inside"]) == (3, 2)
+    assert (found["synchronisations"], found["synchronisations_inside"], found["copies"]) == (2, 1, 1)
+    assert list(found["other"]) == ["who_knows"]
+
+
+def test_floor_of_a_step() -> None:
+    """Products of a forward, its recomputation and a backward; bytes of what stands between; one accumulation."""
+    from benchmarks.gpu.whole.floor import Machine, PerRow, floor_seconds
+
+    found = floor_seconds(
+        PerRow(operations=100, bytes=10, head=1000), Machine(operations=1e6, bytes=1e5),
+        rows=50, labels=7, microbatches=2, parameters=300, checkpointing=True, measured=0.25,
+    )  # fmt: skip
+    assert found["products"] == pytest.approx((4 * 100 * 50 + 4 * 1000 * 7) / 1e6)
+    assert found["bytes"] == pytest.approx((4 * 10 * 50 + 2 * 300 * 4) / 1e5)
+    assert found["total"] == pytest.approx(found["products"] + found["bytes"] + 0.25)
+
+
+@pytest.mark.slow
+def test_a_step_in_dry_form(gpu: Any, tmp_path: Path) -> None:
+    """A step runs on the CPU, shared and not, and the record takes its rows unless their losses differ."""
+    out, rows = tmp_path / "step.json", ["0", "0-never"]
+    command = [sys.executable, "-m", "benchmarks.gpu", "step", "ling-3.0-tiny", "--out", out, "--dry-run", "--host"]
+    command += ["--shapes", ROOT / "examples" / "shapes", "--fused", "auto", "--rows", *rows]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    found = gpu.record.read(out)
+    assert not found["failures"] and [row["sharing"] for row in found["rows"]] == ["always", "never"]
+    row = found["rows"][0]
+    assert row["seconds"] >= row["forward_backward_seconds"] > 0 and row["floor_seconds"] > 0
+    assert row["host"]["own"] and row["microbatches"] == 1
+    record = gpu.recorder.collect_step(found)
+    gpu.gates.check_step(record)
+    with pytest.raises(SystemExit, match="nothing is reported"):
+        gpu.gates.check_step({**record, "rows": [*record["rows"], {**row, "entropy": 2 * row["entropy"]}]})
+    assert gpu.recorder.extend_step(record, record)["rows"] == record["rows"]

@@ -55,6 +55,7 @@ FAMILY = some("--families", FAMILIES, "of models (default: all)")
 FUSED = ("auto", "off")  # tree_fused_modules
 KERNELS_RECORD = path("--record", "(default: %(default)s)", default=RESULTS / "kernels_h200.json")
 WHOLE_RECORD = path("--record", "(default: %(default)s)", default=RESULTS / "whole_h200.json")
+STEP_RECORD = path("--record", "(default: %(default)s)", default=RESULTS / "step_h200.json")
 PARTS = path("parts", "result files; without any, the record is checked and drawn anew", nargs="*")
 
 
@@ -113,6 +114,9 @@ COMMANDS = {
     ),
     ("record", "whole"): Command(
         "recorder", "merges result files into the record; refuses a speed without its verdict", (PARTS, WHOLE_RECORD)
+    ),
+    ("record", "step"): Command(
+        "recorder", "merges result files into the record; refuses rows of a run that failed", (PARTS, STEP_RECORD)
     ),
     ("predict", "memory"): Command(
         "linear.predict", "peak memory of linear layers; needs FLA and Triton, no GPU", (KINDS, SHAPES, OUT)

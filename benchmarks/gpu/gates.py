@@ -87,3 +87,20 @@ def check_whole(result: dict) -> None:
     for family in sorted({row["family"] for row in result["rows"] if row["op"] == "speed"}):
         if not (verdicts.get((family, "verify")) and verdicts.get((family, "verify_float32"), True)):
             raise SystemExit(f"the verdicts of {family} are not PASS: nothing is reported")
+
+
+def check_step(result: dict) -> None:
+    """Ends the process where a run failed, or rows of one workload do not have the same loss and mean entropy.
+
+    Losses and entropies of bf16 models differ by the rounding of sums in another order: 1e-3 of their size.
+    """
+    if result["failures"]:
+        raise SystemExit(f"runs failed: {', '.join(result['failures'])}: nothing is reported")
+    first: dict[tuple[str, str], dict] = {}
+    for row in result["rows"]:
+        other = first.setdefault((row["model"], row["workload"]), row)
+        for name in ("loss", "entropy"):
+            if abs(row[name] - other[name]) > 1e-3 * max(1.0, abs(other[name])):
+                raise SystemExit(
+                    f"{row['model']} {row['workload']} has {name} {row[name]} and {other[name]}: nothing is reported"
+                )

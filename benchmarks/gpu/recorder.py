@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 from benchmarks.gpu import gates
 from benchmarks.gpu.record import cell, read, write
@@ -42,6 +43,20 @@ def extend_whole(old: dict, new: dict) -> dict:
     return {**old, **new, "rows": _extended(old, new, lambda row: (row["op"], row["family"]))}
 
 
+def collect_step(part: dict) -> dict:
+    """The rows of a result file as the record has them: with their machine and commit, without names of kernels."""
+    kept = {"machine": part["machine"], "commit": part["commit"], "versions": part["versions"]}
+    left_out = ("largest", "other", "host", "host_seconds")
+    rows = [{**{k: v for k, v in row.items() if k not in left_out}, **kept} for row in part["rows"]]
+    return {"device": part["device"], "seed": part["seed"], "failures": part["failures"], "rows": rows}
+
+
+def extend_step(old: dict, new: dict) -> dict:
+    """``new`` with the rows that only ``old`` has: those of another commit, too."""
+    names = ("model", "workload", "checkpointing", "sharing", "fused_modules", "max_tokens_per_microbatch", "commit")
+    return {**old, **new, "rows": _extended(old, new, lambda row: tuple(row[name] for name in names))}
+
+
 def _extended(old: dict, new: dict, key: Callable[[dict], tuple]) -> list[dict]:
     """The old rows, each in its order and as measured anew where it was, then new ones."""
     measured = {key(row): row for row in new["rows"]}
@@ -52,6 +67,7 @@ def main(options: argparse.Namespace) -> None:
     """Merges result files into the record and draws it; refuses where a parity check fails."""
     from benchmarks.gpu import draw
 
+    picture: Callable[[dict, Path], object] | None
     result = read(options.record) if options.record.exists() else None
     if options.what == "kernels":
         parts = [read(part) for part in options.parts]
@@ -62,6 +78,10 @@ def main(options: argparse.Namespace) -> None:
             new = collect_kernels(parity, parts)
             result = extend_kernels(result, new) if result else new
         check, picture = gates.check_kernels, draw.kernels
+    elif options.what == "step":
+        for new in (collect_step(read(part)) for part in options.parts):
+            result = extend_step(result, new) if result else new
+        check, picture = gates.check_step, None
     else:
         for new in (read(part) for part in options.parts):
             result = extend_whole(result, new) if result else new
@@ -70,7 +90,8 @@ def main(options: argparse.Namespace) -> None:
         raise SystemExit(f"expected {options.record} or files to make it of, got neither")
     check(result)
     write(options.record, result)
-    picture(result, options.record.with_suffix(".png"))
+    if picture is not None:
+        picture(result, options.record.with_suffix(".png"))
     for op in dict.fromkeys(row["op"] for row in result["rows"] if "efficiency" in row):
         values = [row["efficiency"] for row in result["rows"] if row["op"] == op]
         print(f"{op}: {len(values)} rows, efficiency {min(values):.3f} to {max(values):.3f}")
