@@ -177,6 +177,22 @@ def expanded_latents(self: Any, latents: torch.Tensor, rotary: torch.Tensor) -> 
     return keys.transpose(1, 2), values.transpose(1, 2)
 
 
+def _router(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = hidden_states.view(-1, self.hidden_dim)
+    device = rows.device.type
+    if torch.is_autocast_enabled(device):
+        # Stock routers ask for float32, and autocast multiplies in its dtype all the same: so must this, or experts
+        # would be others.
+        logits = nn.functional.linear(rows, self.weight)
+    else:
+        logits = nn.functional.linear(rows.float(), self.weight.float())
+    weights, chosen = experts.route(
+        logits.sigmoid(), self.e_score_correction_bias, groups=self.num_group, kept_groups=self.topk_group,
+        count=self.top_k, normalizes=self.norm_topk_prob, factor=self.routed_scaling_factor,
+    )  # fmt: skip
+    return logits, weights, chosen
+
+
 def _is_swiglu(module: Any) -> bool:
     return isinstance(module.act_fn, nn.SiLU | SiLUActivation)
 
@@ -192,14 +208,24 @@ _ROTARY = {
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), ("apply_rotary_pos_emb", False)),
 }
 
+
+def _has_powers_of_two(module: Any) -> bool:
+    return all(size & (size - 1) == 0 for size in (module.num_experts, module.num_group))
+
+
 # Settings that an operation is for, where a module may have others.
-_IS_FOR: dict[Forward, Callable[[Any], bool]] = {_mlp: _is_swiglu, _experts: _is_plain_experts}
+_IS_FOR: dict[Forward, Callable[[Any], bool]] = {
+    _mlp: _is_swiglu,
+    _experts: _is_plain_experts,
+    _router: _has_powers_of_two,
+}
 
 _KIMI: dict[str, Forward] = {
     "RMSNorm": _llama_norm,
     "RMSNormGated": _kimi_output_norm,
     "MLP": _mlp,
     "Experts": _experts,
+    "TopkRouter": _router,
 }
 _QWEN: dict[str, Forward] = {"RMSNorm": _centred_norm, "RMSNormGated": _gated_output_norm, "MLP": _mlp}
 

@@ -40,6 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter:
     for name in ("rms_norm", "gated_rms_norm", "swiglu", "decay_gate", "rotate"):
         monkeypatch.setattr(fused, name, counted(name, getattr(fused, name)))
     monkeypatch.setattr(fused.experts, "combine", counted("experts", fused.experts.combine))
+    monkeypatch.setattr(fused.experts, "route", counted("route", fused.experts.route))
     return found
 
 
@@ -75,6 +76,7 @@ def test_equals_stock_modules(family, as_on_a_gpu, calls):
     assert names >= {name for name in fused.FUSED[family] if name.startswith(prefix)}
     expected = {"rms_norm", "gated_rms_norm", "swiglu"}
     expected |= {"experts"} if family in MOE_FAMILIES else set()
+    expected |= {"route"} if "TopkRouter" in " ".join(fused.FUSED[family]) else set()
     expected |= {"rotate"} if fused.rotary_of(KNOWN[family]) else set()
     expected |= {"decay_gate"} if "ForgetGate" in " ".join(fused.FUSED[family]) else set()
     assert set(calls) == expected

@@ -14,7 +14,7 @@ KINDS = {
     "rule": r"chunk_|kda|gated_delta|recompute_w_u|prepare_wy|l2norm|_states_(for|back)ward|_sum_children|^_(un)?pack",
     "convolution": r"^_forward$|^_backward_(pre|x|x_heavy)$",
     "gather": r"^_take$|^_sum_positions$",
-    "fused": r"^_?fused_|^_statistics$|^_gradient$",
+    "fused": r"^_?fused_|^_statistics$|^_gradient$|^_route",
     "grouped products": r"GroupProblemShape|grouped_mm|prepare_grouped",
     "products": r"nvjet|gemm|cutlass|cublas|splitK|gemv",
     "top-k and sort": r"topk|TopK|[rR]adix|[sS]ort|bitonic|DeviceScan|unique|[hH]istogram|searchsorted",

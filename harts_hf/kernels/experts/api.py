@@ -4,13 +4,15 @@ The weights of the choices multiply between an expert's two products instead of 
 sum: then the rows that come out of the second need not be kept, and their gradients are plain copies.
 """
 
+from typing import Any
+
 import torch
 
 from harts_hf.kernels.checks import check_floating, check_same_device, check_shape, choose_backend
 from harts_hf.kernels.experts import reference
 from harts_hf.kernels.experts.order import Order, order_by_expert
 
-__all__ = ["Order", "combine", "expand", "order_by_expert", "weighted_swiglu"]
+__all__ = ["Order", "combine", "expand", "order_by_expert", "route", "weighted_swiglu"]
 
 _BY_DEVICE = {"cpu": "reference", "cuda": "triton"}
 
@@ -91,6 +93,55 @@ def weighted_swiglu(
 
         return triton_backend.weighted_swiglu(both, weights, order)
     return reference.weighted_swiglu(both, weights, order)
+
+
+def route(
+    scores: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    groups: int,
+    kept_groups: int,
+    count: int,
+    normalizes: bool,
+    factor: float,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """DeepSeek-V3's choice of experts (arXiv 2412.19437, section 2.1.2): by score and bias, first of the groups whose
+    two best experts have the largest sums, then of the experts in them; of equal ones the first. Weights are the
+    scores without the bias.
+
+    Args:
+        scores: ``[N, E]``.
+        bias: ``[E]``, without a gradient.
+        groups: of ``E / groups`` experts each, at least two.
+        kept_groups: how many groups experts are chosen from.
+        count: k.
+        normalizes: whether weights are divided by their sum (plus 1e-20).
+        factor: of the weights.
+        backend: "triton" (powers of two of experts and groups) or "reference"; None chooses by device.
+
+    Returns:
+        Weights ``[N, k]`` in the dtype of ``scores`` and experts ``[N, k]`` int64, the best first.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or backend other than stated.
+    """
+    check_floating(scores=scores, bias=bias)
+    check_shape("scores", scores, ("N", "E"))
+    check_shape("bias", bias, (scores.shape[1],))
+    check_same_device(scores=scores, bias=bias)
+    members, rest = divmod(scores.shape[1], groups)
+    if rest or members < 2 or not 0 < kept_groups <= groups or not 0 < count <= kept_groups * members:
+        raise ValueError(
+            f"expected groups of two experts or more that hold those chosen, got {scores.shape[1]} experts in "
+            f"{groups} groups, of which {kept_groups} are kept, and {count} chosen"
+        )
+    options: dict[str, Any] = {"groups": groups, "kept_groups": kept_groups, "count": count, "normalizes": normalizes}
+    if _chosen("route", backend, scores) == "triton":
+        from harts_hf.kernels.experts import triton_routing
+
+        return triton_routing.route(scores, bias, **options, factor=factor)
+    return reference.route(scores, bias, **options, factor=factor)
 
 
 def _chosen(name: str, backend: str | None, x: torch.Tensor) -> str:
