@@ -70,6 +70,8 @@ def breakdown(events: Iterable[Event]) -> dict[str, Any]:
         if event.name == INSIDE:
             if not event.on_device:  # the range shows on the device, too, as long as its kernels
                 ranges.append((event.start, event.start + event.duration))
+        elif event.on_device and event.name.startswith("Optimizer."):
+            continue  # a range of PyTorch's, as long as its kernels
         elif event.on_device:
             device.append(event)
             by_name[event.name].append(event.duration / 1e6)
