@@ -1,0 +1,274 @@
+"""A vLLM server's own chat format: its templates and parsers, asked for over HTTP.
+
+Started with ``--enable-scale-out``, vLLM (0.31) renders messages to token ids (``/v1/chat/completions/render``) and
+parses token ids to messages (``/v1/chat/completions/derender``), so the gateway splices held ids in between. A stock
+server has ``/v1/chat/completions`` only, which tokenises every history anew.
+"""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from harts_hf.rollouts.engines import EngineError, SampledTurn, SamplingSettings
+from harts_hf.rollouts.fields import shortened
+from harts_hf.rollouts.gateway.answers import AssistantMessage, ToolCall
+from harts_hf.rollouts.gateway.formats import ChatFormat
+from harts_hf.rollouts.gateway.recording import Recording
+from harts_hf.rollouts.gateway.requests import ApiError, ChatRequest
+from harts_hf.rollouts.gateway.turns import FinishedTurns, PendingTurns, TurnLimits, TurnSource, finished
+
+_CONTEXT_LENGTH = "This model's maximum context length"
+
+
+class VLLMServer:
+    """A vLLM server, over plain HTTP. Thread-safe. Its key, if it has one, is the environment variable VLLM_API_KEY.
+
+    Args:
+        base_url: such as ``http://127.0.0.1:8000``.
+        model: name of the served model; the first that it serves by default.
+        timeout: seconds that an answer may take.
+
+    Raises:
+        EngineError: a server that does not answer.
+    """
+
+    def __init__(self, base_url: str, *, model: str | None = None, timeout: float = 600.0) -> None:
+        key = os.environ.get("VLLM_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limits = httpx.Limits(max_connections=256)
+        self._client = httpx.Client(base_url=base_url, headers=headers, timeout=timeout, limits=limits)
+        self.model = model or self._first_model()
+
+    @classmethod
+    def from_args(cls, args: Any) -> "VLLMServer":
+        """The server that a trainer's arguments (a ``GRPOConfig``) name."""
+        return cls(args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}")
+
+    def _first_model(self) -> str:
+        try:
+            answer = self._client.get("/v1/models").raise_for_status().json()
+            return str(answer["data"][0]["id"])
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise EngineError(f"expected a vLLM server that lists its models, got {type(error).__name__}") from error
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Posts to a path.
+
+        Raises:
+            ApiError: the server refuses the request (4xx but 404).
+            EngineError: no answer, or one of another form.
+        """
+        try:
+            response = self._client.post(path, json={**body, "model": self.model})
+        except httpx.HTTPError as error:
+            raise EngineError(
+                f"expected an answer of the vLLM server to {path}, got {type(error).__name__}"
+            ) from error
+        if response.status_code == 404:
+            raise EngineError(
+                f"expected a vLLM server that answers {path}, got 404 ({_error_of(response)}): it needs vLLM 0.31 or "
+                "later, started with --enable-scale-out, and to serve the model "
+                f"{self.model!r}"
+            )
+        if 400 <= response.status_code < 500:
+            message = _error_of(response)
+            code = "context_length_exceeded" if message.startswith(_CONTEXT_LENGTH) else None
+            raise ApiError(400, message, code=code, param="messages")
+        try:
+            answer = response.raise_for_status().json()
+        except (httpx.HTTPStatusError, ValueError) as error:
+            raise EngineError(
+                f"expected JSON from the vLLM server for {path}, got {response.status_code} ({_error_of(response)})"
+            ) from error
+        if not isinstance(answer, dict):
+            raise EngineError(f"expected an object from the vLLM server for {path}, got {shortened(answer)}")
+        return answer
+
+
+def _error_of(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return shortened(response.text)
+
+
+class VLLMFormat(ChatFormat):
+    """Rendering and parsing by a vLLM server's scale-out endpoints.
+
+    Args:
+        tokenizer: the trainer's, for decoding and to tokenise what the template writes anew in a repaired answer.
+        server: the one that samples.
+    """
+
+    def __init__(self, tokenizer: Any, server: VLLMServer) -> None:
+        super().__init__(tokenizer)
+        self._server = server
+
+    def render(self, request: ChatRequest) -> list[int]:
+        # The server refuses a prompt that leaves no room for max_tokens; how many there are is decided afterwards.
+        body = {**chat_body(request), "max_tokens": 1}
+        answer = self._server.post("/v1/chat/completions/render", body)
+        return _token_ids(answer.get("token_ids"), "token_ids of a rendered request")
+
+    def parse(self, ids: Sequence[int], request: ChatRequest, *, history: Sequence[int]) -> AssistantMessage:
+        generated = {
+            "request_id": "turn",
+            "choices": [{"index": 0, "token_ids": list(ids), "finish_reason": "stop"}],
+        }
+        chat_request = {**chat_body(request), "model": self._server.model}
+        body = {"generate_response": generated, "chat_request": chat_request, "prompt_tokens": len(history)}
+        answer = self._server.post("/v1/chat/completions/derender", body)
+        return _message(_choices(answer, 1)[0])
+
+
+class VLLMChatTurns(TurnSource):
+    """Turns of a stock vLLM server's ``/v1/chat/completions`` with ``return_token_ids``.
+
+    The server tokenises every history anew: where that gives other ids than were sampled, a row of its own begins, and
+    is counted as a fork. For servers without ``--enable-scale-out``; sharing suffers.
+
+    Args:
+        tokenizer: the trainer's.
+        server: the one that samples.
+        settings: how tokens are drawn.
+        limits: what a turn may be.
+        max_concurrent: requests in flight.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        server: VLLMServer,
+        *,
+        settings: SamplingSettings,
+        limits: TurnLimits,
+        max_concurrent: int = 64,
+    ) -> None:
+        self._format = VLLMFormat(tokenizer, server)  # nothing is rendered or parsed by it
+        self._server = server
+        self._settings = settings
+        self._limits = limits
+        self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="vllm-chat")
+
+    def open_recording(self) -> Recording:
+        return Recording(self._format, self._settings.end_token_ids)
+
+    def start(self, request: ChatRequest, recording: Recording, *, seed: int) -> PendingTurns:
+        settings = self._settings
+        body = {
+            **chat_body(request),
+            "n": request.count,
+            "max_tokens": min(self._limits.max_turn_tokens, request.max_tokens or self._limits.max_turn_tokens),
+            "stop": list(request.stop),
+            "seed": seed,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.top_k,
+            "min_p": settings.min_p or 0.0,
+            "stop_token_ids": list(settings.end_token_ids),
+            "logprobs": True,
+            "top_logprobs": 0,
+            "return_token_ids": True,
+            "include_stop_str_in_output": True,
+        }
+        sampled = self._threads.submit(self._server.post, "/v1/chat/completions", body)
+        return PendingTurns(request=request, history=None, sampled=sampled)
+
+    def finish(self, pending: PendingTurns, recording: Recording, sampled: Any) -> FinishedTurns:
+        prompt_ids = _token_ids(sampled.get("prompt_token_ids"), "prompt_token_ids (vLLM's return_token_ids)")
+        history = recording.adopt(prompt_ids)
+        room = self._limits.room(history)
+        turns, choices = [], []
+        for choice in _choices(sampled, pending.request.count):
+            turn = _turn(choice, self._settings.end_token_ids)
+            if len(turn.token_ids) > room:
+                raise ApiError(
+                    400,
+                    f"This model's maximum context length leaves {room} tokens, and the answer has more. Please "
+                    "reduce the length of the messages.",
+                    code="context_length_exceeded",
+                    param="messages",
+                )
+            turns.append(turn)
+            choices.append(finished(_message(choice), turn.ended, len(turn.token_ids), pending.request.stop))
+        return FinishedTurns(history, turns, choices)
+
+
+def chat_body(request: ChatRequest) -> dict[str, Any]:
+    """The parts of a request that decide how it is rendered and how its answer is parsed, for a server."""
+    body: dict[str, Any] = {"messages": [_openai_message(message) for message in request.messages]}
+    if request.tools is not None:
+        body["tools"] = request.tools
+        body["tool_choice"] = "auto" if request.may_call else "none"
+    if request.template_kwargs:
+        body["chat_template_kwargs"] = request.template_kwargs
+    return body
+
+
+def _openai_message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with the arguments of its calls as texts, and thinking under the server's name for it."""
+    message = dict(message)
+    if "reasoning_content" in message:
+        message["reasoning"] = message["reasoning_content"]
+    if "tool_calls" in message:
+        message["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+    return message
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _choices(answer: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or len(choices) != count or not all(isinstance(c, dict) for c in choices):
+        raise EngineError(f"expected {count} choices from the vLLM server, got {shortened(choices)}")
+    return choices
+
+
+def _message(choice: dict[str, Any]) -> AssistantMessage:
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        raise EngineError(f"expected a choice with a message from the vLLM server, got {shortened(choice)}")
+    try:
+        calls = tuple(
+            ToolCall(name=call["function"]["name"], arguments=call["function"]["arguments"] or "{}")
+            for call in message.get("tool_calls") or ()
+        )
+    except (LookupError, TypeError) as error:
+        raise EngineError(f"expected calls of functions from the vLLM server, got {shortened(message)}") from error
+    thinking = message.get("reasoning") or message.get("reasoning_content")
+    return AssistantMessage(content=message.get("content") or "", reasoning_content=thinking, tool_calls=calls)
+
+
+def _token_ids(ids: Any, what: str) -> list[int]:
+    if not isinstance(ids, list) or not all(isinstance(token, int) and token >= 0 for token in ids):
+        raise EngineError(f"expected {what} from the vLLM server, a list of integers, got {shortened(ids)}")
+    return ids
+
+
+def _turn(choice: dict[str, Any], end_ids: Sequence[int]) -> SampledTurn:
+    ids = _token_ids(choice.get("token_ids"), "token_ids (vLLM's return_token_ids)")
+    try:
+        logprobs = tuple(float(entry["logprob"]) for entry in choice["logprobs"]["content"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"expected log-probs from the vLLM server, got {shortened(choice.get('logprobs'))}"
+        ) from error
+    if not ids or len(logprobs) != len(ids) or not all(map(math.isfinite, logprobs)):
+        raise EngineError(
+            f"expected one finite log-prob for each of {len(ids)} tokens, at least one, from the vLLM server, got "
+            f"{len(logprobs)}"
+        )
+    ended: Any = "end_token" if ids[-1] in end_ids else "stop_text"
+    if choice.get("finish_reason") == "length":
+        ended = "length"
+    return SampledTurn(token_ids=tuple(ids), logprobs=logprobs, ended=ended)
