@@ -35,7 +35,7 @@ class TrainReport(TrainerCallback):
     """
 
     def __init__(self, collector: Any) -> None:
-        """``collector.last_rollouts`` are the latest rollouts (``tree``, ``prompt_ids``, ``completion_ids``, ``reward``)."""
+        # Anything whose last_rollouts have a tree, prompt_ids, completion_ids and a reward.
         self._collector = collector
         self._entries: list[dict[str, Any]] = []
         self._started = 0.0

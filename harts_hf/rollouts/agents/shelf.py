@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
+import openai
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -25,7 +25,7 @@ from harts_hf.rollouts.gateway.requests import ChatRequest
 
 # The tools, each with the name of its one argument.
 _ARGUMENTS = {"look": "item", "go": "shelf", "open": "shelf"}
-TOOLS = [
+TOOLS: list[Any] = [
     {
         "type": "function",
         "function": {
@@ -82,26 +82,19 @@ class ShelfAgent(Agent):
         self._game = ShelfEnvironment(num_items=num_items, num_shelves=num_shelves)
         self._max_turns = max_turns
         self._compact_after = compact_after
-        # Making one takes longer than a request: all episodes share its connections.
-        self._http = httpx.Client(limits=httpx.Limits(max_connections=None), trust_env=False)
+        # Making one takes longer than a request: all episodes share its connections. No proxy reaches loopback.
+        self._client = openai.OpenAI(api_key="none", http_client=openai.DefaultHttpxClient(trust_env=False))
 
     def run(self, task: Any, access: AgentAccess, *, timeout: float, stopped: threading.Event) -> float:
-        import openai
-
-        client = openai.OpenAI(
-            base_url=access.base_url, api_key=access.api_key, http_client=self._http, timeout=timeout, max_retries=0
+        client = self._client.with_options(
+            base_url=access.base_url, api_key=access.api_key, timeout=timeout, max_retries=0
         )
         game = self._game.fork()
         messages: list[Any] = [{"role": "user", "content": game.reset(task, seed=access.seed)}]
         for turn in range(1, self._max_turns + 1):
-            answer = client.chat.completions.create(
-                model=access.model,
-                messages=messages,
-                tools=TOOLS,
-                max_tokens=3,  # type: ignore[arg-type]
-            )
-            message = answer.choices[0].message.to_dict()
-            call = next(iter(message.get("tool_calls") or ()), None)  # type: ignore[call-overload]
+            answer = client.chat.completions.create(model=access.model, messages=messages, tools=TOOLS, max_tokens=3)
+            message: dict[str, Any] = answer.choices[0].message.to_dict()
+            call = next(iter(message.get("tool_calls") or ()), None)
             function = call["function"] if call else {"name": "", "arguments": "{}"}
             action = " ".join([function["name"], *json.loads(function["arguments"]).values()])
             seen, is_over = game.step(action)

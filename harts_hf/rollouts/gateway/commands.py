@@ -35,7 +35,7 @@ class CommandAgent(Agent):
     """A command, run in a process and a process group of its own.
 
     It gets ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and ``HARTS_TASK_SEED`` in its environment, and
-    the task as one line of JSON on its standard input; an argument ``{task}`` is replaced by the task, if that is text.
+    the task as one line of JSON on its standard input; a text also takes the place of an argument ``{task}``.
     No GPU is visible to it unless ``env`` says so. When it ends, or at the time-out, its whole group is killed, first
     by SIGTERM, ``kill_after`` seconds later by SIGKILL; processes that have left the group are not reached.
 
