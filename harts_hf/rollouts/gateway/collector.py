@@ -1,6 +1,7 @@
 """The collector of agents' episodes: a TRL ``rollout_func``."""
 
 import dataclasses
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from harts_hf.rollouts.gateway.formats import ChatFormat, TrlFormat
 from harts_hf.rollouts.gateway.runs import AgentJob, AgentRuns
 from harts_hf.rollouts.gateway.server import Gateway
 from harts_hf.rollouts.gateway.turns import EngineTurns, TurnLimits, TurnSource
+
+logger = logging.getLogger(__name__)
 
 ChatFormatFactory = Callable[[Any], ChatFormat]
 
@@ -189,6 +192,9 @@ class AgentRolloutCollector:
             assert outcome is not None
             played.append(self._scored(episode_of(job, tree, outcome)))
         self.last_metrics = metrics_of(sessions, played)
+        without = [episode.failure for episode in played if episode.failure and episode.failure.kind == "reward"]
+        if without:
+            logger.warning("%d episodes have no reward: %s", len(without), without[0])
         return played
 
     def _scored(self, episode: AgentEpisode) -> AgentEpisode:

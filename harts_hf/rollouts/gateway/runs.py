@@ -99,7 +99,7 @@ class AgentRuns:
         """Whether every episode has an outcome; gives up those that are over their time."""
         with self._lock:
             now = time.monotonic()
-            for index, started in self._started.items():
+            for index, started in list(self._started.items()):  # giving one up starts the next
                 if self.outcomes[index] is None and now > started + self._timeout + self._agent.grace:
                     self._settle(index, None, AgentFailure("timeout", f"not done after {self._timeout:g} s"))
             return all(outcome is not None for outcome in self.outcomes)
