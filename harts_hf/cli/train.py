@@ -28,8 +28,6 @@ from harts_hf.cli.train_arguments import TrainArguments
 from harts_hf.cli.train_report import REPORT_FILES, TrainReport
 from harts_hf.rollouts.collector import TreeRolloutCollector, environment_reward
 from harts_hf.rollouts.environment import Environment, load_object
-from harts_hf.rollouts.gateway import Agent, AgentRolloutCollector, agent_reward
-from harts_hf.rollouts.gateway.commands import as_agent
 from harts_hf.trainers import TreeGRPOConfig, TreeGRPOTrainer
 
 
@@ -116,18 +114,10 @@ def build_trainer(arguments: TrainArguments, training: TreeGRPOConfig, model: Mo
     return trainer
 
 
-def _rollouts(arguments: TrainArguments, training: TreeGRPOConfig) -> tuple[Any, Environment | Agent, Any]:
+def _rollouts(arguments: TrainArguments, training: TreeGRPOConfig) -> tuple[Any, Any, Any]:
     """What collects rollouts, who knows the task's prompts and tokenizer, and the reward function by default."""
     if arguments.environment is None:
-        agent = _agent(arguments)
-        collector = AgentRolloutCollector(
-            agent,
-            max_turns=arguments.max_turns,
-            max_turn_tokens=arguments.max_turn_tokens,
-            timeout=arguments.agent_timeout,
-            max_concurrent=arguments.agent_concurrency,
-        )
-        return collector, agent, agent_reward
+        return _agent_rollouts(arguments)
     make_environment = _environment_factory(arguments)
     assert training.num_generations is not None
     trees = TreeRolloutCollector(
@@ -140,17 +130,30 @@ def _rollouts(arguments: TrainArguments, training: TreeGRPOConfig) -> tuple[Any,
     return trees, make_environment(), environment_reward
 
 
-def _agent(arguments: TrainArguments) -> Agent:
-    if arguments.agent_command:
-        return as_agent(arguments.agent_command)
-    assert isinstance(arguments.agent, str) and isinstance(arguments.agent_kwargs, dict)
-    agent = _load("agent", arguments.agent, "a function, or a subclass of Agent")
+def _agent_rollouts(arguments: TrainArguments) -> tuple[Any, Any, Any]:
     try:
-        if isinstance(agent, type):
-            return as_agent(agent(**arguments.agent_kwargs))
-        return as_agent(functools.partial(agent, **arguments.agent_kwargs) if arguments.agent_kwargs else agent)
-    except TypeError as error:  # a keyword argument that the class does not know
-        raise ValueError(f"agent_kwargs do not fit {arguments.agent}: {error}") from error
+        from harts_hf.rollouts.gateway import AgentRolloutCollector, agent_reward
+    except ImportError as error:  # its web server and client are an extra
+        raise ValueError(f"agents need the extra 'agents' (pip install 'harts_hf[agents]'): {error}") from error
+    if arguments.agent_command:
+        agent: Any = arguments.agent_command
+    else:
+        assert isinstance(arguments.agent, str) and isinstance(arguments.agent_kwargs, dict)
+        agent = _load("agent", arguments.agent, "a function, or a subclass of Agent")
+        if isinstance(agent, type) or arguments.agent_kwargs:
+            try:
+                make = agent if isinstance(agent, type) else functools.partial(functools.partial, agent)
+                agent = make(**arguments.agent_kwargs)
+            except TypeError as error:  # a keyword argument that the class does not know
+                raise ValueError(f"agent_kwargs do not fit {arguments.agent}: {error}") from error
+    collector = AgentRolloutCollector(
+        agent,
+        max_turns=arguments.max_turns,
+        max_turn_tokens=arguments.max_turn_tokens,
+        timeout=arguments.agent_timeout,
+        max_concurrent=arguments.agent_concurrency,
+    )
+    return collector, collector.agent, agent_reward
 
 
 def _environment_factory(arguments: TrainArguments) -> functools.partial[Environment]:
@@ -184,7 +187,7 @@ def _load(field: str, path: str, what: str) -> Any:
 
 
 def _policy(
-    arguments: TrainArguments, training: TreeGRPOConfig, model: ModelConfig, task: Environment | Agent
+    arguments: TrainArguments, training: TreeGRPOConfig, model: ModelConfig, task: Any
 ) -> tuple[str | PreTrainedModel, PreTrainedTokenizerBase | None]:
     """The policy as the trainer takes it (a name, or a model with random weights), and its tokenizer if known."""
     names = [name for name in (model.model_name_or_path, arguments.model_type) if name]
@@ -228,7 +231,7 @@ def _fields_of(config: Any) -> set[str]:
     return set(type(config)().to_dict()) | set(type(config).attribute_map)
 
 
-def _dataset(arguments: TrainArguments, training: TreeGRPOConfig, task: Environment | Agent) -> Dataset:
+def _dataset(arguments: TrainArguments, training: TreeGRPOConfig, task: Any) -> Dataset:
     if arguments.dataset_name is not None:
         rows = load_dataset(arguments.dataset_name, name=arguments.dataset_config, split=arguments.dataset_train_split)
         if "prompt" not in rows.column_names:

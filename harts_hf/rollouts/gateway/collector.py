@@ -67,6 +67,7 @@ class AgentRolloutCollector:
             ``--enable-scale-out`` do everything, which tokenises histories anew.
 
     Attributes:
+        agent: what plays.
         last_episodes: the episodes of the latest call; empty before the first.
         last_rollouts: their samples.
         last_metrics: counts of the latest call, as they are logged (``agent/...``).
@@ -98,7 +99,7 @@ class AgentRolloutCollector:
             raise ValueError(f"expected a timeout above 0, got {timeout}")
         if isinstance(chat_format, str) and chat_format != "vllm_chat":
             raise ValueError(f"expected chat_format to be a function, 'vllm_chat' or None, got {chat_format!r}")
-        self._agent: Agent = as_agent(agent)
+        self.agent: Agent = as_agent(agent)
         self._reward = reward
         self._failure_reward = failure_reward
         self._max_turns = max_turns
@@ -173,7 +174,7 @@ class AgentRolloutCollector:
             for prompt, tree, session in zip(prompts, trees, sessions, strict=True)
         ]
         runs = AgentRuns(
-            self._agent,
+            self.agent,
             jobs,
             timeout=self._timeout,
             max_concurrent=self._max_concurrent,
@@ -267,7 +268,7 @@ class AgentRolloutCollector:
     def _new_format(self, trainer: Any, tokenizer: Any) -> ChatFormat:
         if callable(self._chat_format):
             return self._chat_format(tokenizer)
-        own = self._agent.chat_format(tokenizer)
+        own = self.agent.chat_format(tokenizer)
         if own is not None:
             return own
         if not trainer.use_vllm:
