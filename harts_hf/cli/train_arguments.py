@@ -25,16 +25,6 @@ class TrainArguments(ScriptArguments):
             Dotted path of the environment's class, `package.module:Class`; either this or an agent.
         environment_kwargs (`dict`, *optional*):
             Keyword arguments for it.
-        agent (`str`, *optional*):
-            Dotted path of an agent: a function, or a subclass of `harts_hf.rollouts.gateway.Agent`.
-        agent_kwargs (`dict`, *optional*):
-            Keyword arguments for it.
-        agent_command (`list[str]`, *optional*):
-            Program and arguments of an agent that is a command; instead of `agent`.
-        agent_timeout (`float`, *optional*, defaults to `600.0`):
-            Seconds that an agent may take for an episode.
-        agent_concurrency (`int`, *optional*, defaults to `64`):
-            Agents that run at a time.
         branching (`list[int]`, *optional*):
             Continuations at each fork; the product must be `num_generations`. By default all forks are before the
             first turn.
@@ -48,6 +38,16 @@ class TrainArguments(ScriptArguments):
             Dotted paths of reward functions; by default the reward of the environment or of the agent.
         cpu_threads (`int`, *optional*):
             Threads of one CPU operation; by default PyTorch's choice. Tiny models are faster with 1.
+        agent (`str`, *optional*):
+            Dotted path of an agent: a function, or a subclass of `harts_hf.rollouts.gateway.Agent`.
+        agent_kwargs (`dict`, *optional*):
+            Keyword arguments for it.
+        agent_command (`list[str]`, *optional*):
+            Program and arguments of an agent that is a command; instead of `agent`.
+        agent_timeout (`float`, *optional*, defaults to `600.0`):
+            Seconds that an agent may take for an episode.
+        agent_concurrency (`int`, *optional*, defaults to `64`):
+            Agents that run at a time.
     """
 
     model_type: str | None = field(
@@ -64,18 +64,6 @@ class TrainArguments(ScriptArguments):
     environment_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Keyword arguments for the environment (JSON)."}
     )
-    agent: str | None = field(
-        default=None,
-        metadata={"help": "Dotted path of an agent, package.module:name: a function, or a subclass of Agent."},
-    )
-    agent_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Keyword arguments for the agent (JSON)."}
-    )
-    agent_command: list[str] | None = field(
-        default=None, metadata={"help": "Program and arguments of an agent that is a command (instead of agent)."}
-    )
-    agent_timeout: float = field(default=600.0, metadata={"help": "Seconds that an agent may take for an episode."})
-    agent_concurrency: int = field(default=64, metadata={"help": "Agents that run at a time."})
     branching: list[int] | None = field(
         default=None,
         metadata={
@@ -97,10 +85,27 @@ class TrainArguments(ScriptArguments):
         default=None,
         metadata={"help": "Threads of one CPU operation; by default PyTorch's choice. Tiny models are faster with 1."},
     )
+    agent: str | None = field(
+        default=None,
+        metadata={"help": "Dotted path of an agent, package.module:name: a function, or a subclass of Agent."},
+    )
+    agent_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keyword arguments for the agent (JSON)."}
+    )
+    agent_command: list[str] | None = field(
+        default=None, metadata={"help": "Program and arguments of an agent that is a command (instead of agent)."}
+    )
+    agent_timeout: float = field(default=600.0, metadata={"help": "Seconds that an agent may take for an episode."})
+    agent_concurrency: int = field(default=64, metadata={"help": "Agents that run at a time."})
 
     def __post_init__(self) -> None:
         for name in DICT_FIELDS:
             setattr(self, name, _as_dict(getattr(self, name), name))
+        self._check_source()
+        if self.cpu_threads is not None and self.cpu_threads < 1:
+            raise ValueError(f"expected cpu_threads of at least 1, got {self.cpu_threads}")
+
+    def _check_source(self) -> None:
         sources = {name: getattr(self, name) for name in ("environment", "agent", "agent_command")}
         given = [name for name, value in sources.items() if value]
         if len(given) != 1:
@@ -111,8 +116,6 @@ class TrainArguments(ScriptArguments):
         for name in others:
             if getattr(self, name):
                 raise ValueError(f"expected no {name} beside {given[0]}, got {getattr(self, name)!r}")
-        if self.cpu_threads is not None and self.cpu_threads < 1:
-            raise ValueError(f"expected cpu_threads of at least 1, got {self.cpu_threads}")
 
 
 def _as_dict(value: Any, name: str) -> dict[str, Any]:
