@@ -32,7 +32,7 @@ def _process_settings(monkeypatch):
         (["--environment_kwargs", '{"a": 1}'], "expected no environment_kwargs beside agent, got {'a': 1}"),
         (["--agent_kwargs.mood", "good"], "agent_kwargs do not fit harts_hf.rollouts.agents.shelf:ShelfAgent"),
         (["--agent_kwargs.num_items", "99"], "expected num_items in"),
-        (["--agent", "json:loads", "--agent_kwargs", "{}"], "expected an agent that takes a task, base_url and"),
+        (["--agent", "os.path:basename", "--agent_kwargs", "{}"], "expected an agent that takes a task, base_url and"),
         (["--agent", "json:nothing"], "expected agent to be the dotted path of a function, or a subclass of Agent"),
         (["--agent_timeout", "0"], "expected a timeout above 0, got 0.0"),
         (["--agent_concurrency", "0"], "expected max_concurrent of at least 1, got 0"),
