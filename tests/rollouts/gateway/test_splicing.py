@@ -6,6 +6,7 @@ import pytest
 from support.agents import WEATHER, chat_tokenizer, odd_tokens
 
 from harts_hf.rollouts.engines import SampledTurn
+from harts_hf.rollouts.gateway.answers import AssistantMessage
 from harts_hf.rollouts.gateway.formats import TemplateFormat, TrlFormat
 from harts_hf.rollouts.gateway.pieces import cut, joined
 from harts_hf.rollouts.gateway.recording import Recording
@@ -157,6 +158,28 @@ def test_empty_thinking_that_the_template_drops_is_not_put_back_either():
     talk.hear(message, user())
     history = forked(talk, sampled, keeps="<|im_end|>\n<|im_start|>")
     assert TOKENIZER.decode(history.ids).count("<think>") == 1  # of the answer to come
+
+
+def test_tags_that_the_policy_sampled_are_no_white_space():
+    """A template whose answers begin with the policy's own tags, and that leaves out empty ones."""
+
+    class Bare(TemplateFormat):
+        def parse(self, ids, request, *, history):
+            return AssistantMessage(content=self.decode(ids).split("</think>")[-1].removesuffix("<|im_end|>"))
+
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
+    bare = Bare(tokenizer)
+    for text, drift in (("<think>\n</think>hello<|im_end|>", Drift.FORK), ("hello \n<|im_end|>", Drift.REALIGN)):
+        recording = Recording(bare, [END])
+        ids = tuple(tokenizer(text)["input_ids"])
+        first = read_request(json.dumps({"messages": [user()]}).encode())
+        history = recording.splice(bare.render(first))
+        turn = SampledTurn(token_ids=ids, logprobs=(-1.0,) * len(ids), ended="end_token")
+        recording.record(history, [turn], first)
+        said = {"role": "assistant", "content": "hello"}
+        second = read_request(json.dumps({"messages": [user(), said, user()]}).encode())
+        assert recording.splice(bare.render(second)).drift is drift
 
 
 def test_thinking_that_the_agent_drops_is_not_put_back():
