@@ -93,7 +93,7 @@ class EpisodeLoop:
 
         Args:
             generations: for each, what every rank had.
-            evaluations: batches, likewise; the losses of TRL reports one batch: Trainer cuts its mean at the number of prompts.
+            evaluations: likewise, of one batch each.
             accumulation: slices of each optimizer step; by default always as in ``args``.
         """
         args = self.args
@@ -113,8 +113,8 @@ class EpisodeLoop:
                 totals.append(self._trained_tokens(slices, size / args.steps_per_generation))
             micro_step += size
             self._step(window, totals)
-            if due := [batch for batch in evaluations if batch[0].global_step == step]:
-                self.evaluations.append(self._evaluate(due))
+            due = [batch for batch in evaluations if batch[0].global_step == step]
+            self.evaluations.extend(map(self._evaluate, due))
 
     def _step(self, window: list[list[list[Row]]], totals: list[tuple[Tensor, Tensor]]) -> None:
         self.windows.append(window)
@@ -130,14 +130,11 @@ class EpisodeLoop:
                     parameter -= self.args.learning_rate * gradient
 
     @torch.no_grad()
-    def _evaluate(self, batches: list[list[Generation]]) -> float:
-        losses = []
-        for ranks in batches:
-            batch = self._batch(ranks, self.args.num_generations_eval or self.args.num_generations)
-            one = [[row for episode in rank for row in episode] for rank in batch]
-            scored = [[(row, *self._score(row)) for row in rank] for rank in one]
-            losses.append(self._loss([scored], [self._trained_tokens([one], 1.0)]).item())
-        return sum(losses) / len(losses)
+    def _evaluate(self, ranks: list[Generation]) -> float:
+        batch = self._batch(ranks, self.args.num_generations_eval or self.args.num_generations)
+        one = [[row for episode in rank for row in episode] for rank in batch]
+        scored = [[(row, *self._score(row)) for row in rank] for rank in one]
+        return self._loss([scored], [self._trained_tokens([one], 1.0)]).item()
 
     def _slices(self, ranks: list[Generation]) -> list[list[list[Row]]]:
         """For each slice, for each rank, its rows: whole episodes in the shuffled order."""

@@ -148,7 +148,7 @@ KINDS: list[Callable[[Draw], list[Sample]]] = [
 
 
 def episodes_of(prompt: str, count: int, seed: int = 0) -> list[Episode]:
-    """``count`` episodes on prompt ``p0``, ``p1``, ...; deterministic. The next prompt takes up where this one ends."""
+    """``count`` episodes on prompt ``p0``, ``p1``, ...; deterministic. Kinds go on with the next prompt."""
     number = int(prompt[1:])
     rng = np.random.default_rng([seed, number])
     group = Draw(rng, rng.integers(3, VOCAB, rng.integers(2, 10)).tolist(), rng.integers(3, VOCAB, 4).tolist())
