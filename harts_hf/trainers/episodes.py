@@ -35,6 +35,7 @@ class TreeEpisodes:
     accelerator: Any
     rollout_func: Any
     processing_class: Any
+    tools: Any
     eos_token_ids: Any
     loss_type: str
     # What TreeHooks sets.
@@ -97,6 +98,8 @@ class TreeEpisodes:
         generated = parent._generate(prompts)
         if self._episodes is None:
             return generated
+        if self.tools:  # TRL has just called them for the last samples
+            raise ValueError("expected rollouts without the key 'episode' where the trainer has tools, got it")
         _, _, _, completions, _, extra_fields, *images = generated
         rows = self._rows
         log_lengths(self, rows, self._episodes)
