@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from datasets import Dataset
 from trl.experimental.gmpo import GMPOTrainer
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
+from support import recorded
 from support.episode_oracle import EpisodeLoop
 from support.episodes import Generation, RaggedRollouts
 from support.models import tiny_model
 from support.oracle import float64_everywhere
-from support.trainer_runs import run_trainer
 
 FAMILY = "qwen3_5_text"
 # Parts of what training moved parameters by, and of each metric. TRL's fused head computes log-probs in float32 for
@@ -30,22 +31,49 @@ class Run(NamedTuple):
     rollouts: RaggedRollouts
 
 
-def run_on_episodes(
+def build_trainer(
     folder: Path,
-    rollouts: RaggedRollouts | None = None,
+    rollouts: RaggedRollouts,
     *,
+    reward: Any = recorded.recorded_reward,
     trainer_class: type = TreeGRPOTrainer,
     config_class: type = TreeGRPOConfig,
+    dataset: Dataset | None = None,
     **options: Any,
-) -> Run:
-    """Trains a fresh float64 model for two steps of eight episodes unless ``options`` say otherwise."""
-    rollouts = rollouts or RaggedRollouts()
-    options = {"max_steps": 2, "family": FAMILY, **options}
+) -> Any:
+    """A trainer of a fresh float64 model, for two steps of eight episodes unless ``options`` say otherwise."""
+    options = {"max_steps": 2, **options}
     if "harts" in trainer_class._tag_names:
         options = {"tree_sharing": "always", **options}
-    with rollouts.watched():
-        parameters, logs, trainer = run_trainer(trainer_class, config_class, folder, rollout_func=rollouts, **options)
-    return Run(parameters, logs, trainer, rollouts)
+    model = tiny_model(FAMILY, dtype=torch.float64, seed=1)
+    if options.get("beta"):  # TRL loads the reference model from where the policy came from
+        model.save_pretrained(folder / "start")
+        model = type(model).from_pretrained(folder / "start", dtype=torch.float64)
+        model.train()
+    has_evaluation = options.get("eval_strategy", "no") != "no"
+    return trainer_class(
+        model,
+        reward,
+        args=config_class(**recorded.arguments(folder, **options)),
+        train_dataset=dataset or recorded.dataset(),
+        eval_dataset=recorded.dataset().select(range(2)) if has_evaluation else None,
+        processing_class=recorded.tokenizer(),
+        rollout_func=rollouts,
+    )
+
+
+def train(trainer: Any, rollouts: RaggedRollouts, *, resume: str | None = None) -> Run:
+    """Trains, noting how generations are shuffled."""
+    with rollouts.watched(), float64_everywhere(trainer.model):
+        trainer.train(resume_from_checkpoint=resume)
+    parameters = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    return Run(parameters, trainer.state.log_history, trainer, rollouts)
+
+
+def run_on_episodes(folder: Path, rollouts: RaggedRollouts | None = None, **options: Any) -> Run:
+    """Both, with the options of :func:`build_trainer`."""
+    rollouts = rollouts or RaggedRollouts()
+    return train(build_trainer(folder, rollouts, **options), rollouts)
 
 
 def follow(
@@ -77,7 +105,9 @@ def assert_follows(run: Run, loop: EpisodeLoop, *, tolerance: float = TOLERANCE)
     assert_same_logs(run.logs, loop, tolerance=tolerance)
 
 
-def assert_same_parameters(parameters: dict[str, torch.Tensor], loop: EpisodeLoop, *, tolerance: float) -> None:
+def assert_same_parameters(
+    parameters: dict[str, torch.Tensor], loop: EpisodeLoop, *, tolerance: float = TOLERANCE
+) -> None:
     """See :func:`assert_follows`."""
     start = dict(tiny_model(FAMILY, dtype=torch.float64, seed=1).named_parameters())
     expected = {name: parameter.detach() for name, parameter in loop.model.named_parameters()}

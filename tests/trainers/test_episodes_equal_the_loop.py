@@ -28,9 +28,25 @@ OPTIONS = {
     "batch-scaled": {"scale_rewards": "batch"},
     "cut": {"tree_max_tokens_per_microbatch": 64, "loss_type": "grpo"},
     "unshared": {"tree_sharing": "never", "loss_type": "grpo"},
+    "evaluation-of-two": {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 4,
+        "num_generations_eval": 2,
+    },
     "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, "loss_type": "grpo"},
-    "evaluation-bnpo": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, "loss_type": "bnpo"},
-    "evaluation-dapo": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, "entropy_coef": 0.5},
+    "evaluation-bnpo": {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 8,
+        "loss_type": "bnpo",
+    },
+    "evaluation-dapo": {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 8,
+        "entropy_coef": 0.5,
+    },
 }
 OPTIONS["long-luspo"]["learning_rate"] = 0.01
 
@@ -64,3 +80,13 @@ def test_gmpo(weight, tmp_path):
         **DRIFT,
     )
     assert_follows(run, followed(run))
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("loss", ["grpo", "bnpo", "dapo"])
+def test_a_short_last_step(loss, weight, tmp_path):
+    """At the end of an epoch a step has fewer slices."""
+    options = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 5, "steps_per_generation": 2}
+    run = run_on_episodes(tmp_path, tree_episode_weight=weight, loss_type=loss, entropy_coef=0.5, **options)
+    assert run.trainer.state.global_step == 3
+    assert_follows(run, followed(run, accumulation=[5, 5, 2]))
