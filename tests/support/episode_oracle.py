@@ -93,7 +93,7 @@ class EpisodeLoop:
 
         Args:
             generations: for each, what every rank had.
-            evaluations: likewise, of one batch each.
+            evaluations: batches likewise; the mean over those after a step is its evaluation.
             accumulation: slices of each optimizer step; by default always as in ``args``.
         """
         args = self.args
@@ -114,7 +114,8 @@ class EpisodeLoop:
             micro_step += size
             self._step(window, totals)
             due = [batch for batch in evaluations if batch[0].global_step == step]
-            self.evaluations.extend(map(self._evaluate, due))
+            if due:
+                self.evaluations.append(sum(map(self._evaluate, due)) / len(due))
 
     def _step(self, window: list[list[list[Row]]], totals: list[tuple[Tensor, Tensor]]) -> None:
         self.windows.append(window)
