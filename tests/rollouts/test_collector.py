@@ -1,16 +1,20 @@
 """The collector against TRL's rollout_func contract."""
 
+import contextlib
 import functools
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
+from support.engines import SeededEngine
 from support.models import tiny_model
 
 from harts_hf.rollouts.checks import check_rollouts
 from harts_hf.rollouts.collector import TreeRolloutCollector, environment_reward
 from harts_hf.rollouts.environments.shelf import ShelfEnvironment
+from harts_hf.rollouts.forks import NoForks
 from harts_hf.trainers import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.tree import RolloutTree
 
@@ -19,6 +23,23 @@ PROMPTS = ShelfEnvironment().prompts()
 
 def collector(branching=(2, 2), **kwargs):
     return TreeRolloutCollector(ShelfEnvironment, branching=branching, max_turns=3, max_turn_tokens=2, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def opened(monkeypatch):
+    """The engines that collectors open, in order: without a model, the sampled tokens depend on the seeds alone."""
+    engines = []
+
+    @contextlib.contextmanager
+    def open_engine(trainer, *, seed):
+        tokenizer = trainer.processing_class
+        engines.append(SeededEngine(len(tokenizer), tokenizer.eos_token_id))
+        with engines[-1] as engine:
+            yield engine
+
+    module = SimpleNamespace(open_engine=open_engine)
+    monkeypatch.setitem(sys.modules, "harts_hf.rollouts.engines.opening", module)
+    return engines
 
 
 @pytest.fixture
@@ -57,7 +78,7 @@ def make_trainer(tmp_path):
     return make
 
 
-def test_rows_follow_the_prompts_and_pass_the_checks(make_trainer):
+def test_rows_follow_the_prompts_and_pass_the_checks(make_trainer, opened):
     """As many rows as prompts, in their order, shared as branching implies, rewards and masks in place."""
     collect = collector()
     trainer = make_trainer(collect)
@@ -73,7 +94,7 @@ def test_rows_follow_the_prompts_and_pass_the_checks(make_trainer):
         assert RolloutTree.from_trajectories([prompt + completion for prompt, completion in pairs]).sharing_ratio > 1.2
     # Shared tokens are sampled once, and the last token of a conversation need not be read.
     expanded = sum(map(len, rows["prompt_ids"])) + sum(map(len, rows["completion_ids"]))
-    assert collect.last_sampling_tokens < expanded
+    assert collect.last_sampling_tokens == opened[-1].num_read_tokens < expanded
     assert environment_reward(environment_reward=rows["environment_reward"], prompts=prompts) == [
         rollout.reward for rollout in collect.last_rollouts
     ]
@@ -104,12 +125,14 @@ def test_equal_seeds_collect_equal_rollouts(make_trainer):
     assert collector()(prompts, make_trainer(first, seed=7)) != rows
 
 
-def test_branching_must_give_num_generations(make_trainer):
-    """The message has both numbers."""
-    collect = collector(branching=(3, 2))
-    trainer = make_trainer(collect)
-    with pytest.raises(ValueError, match="product is num_generations = 4, got 3 x 2 = 6"):
-        collect([PROMPTS[0]] * 4, trainer)
+def test_branching_need_not_multiply_to_num_generations(make_trainer):
+    """Each prompt gets its rows all the same; no two branches of the first fork differ by more than one."""
+    for branching in ((3, 2), (2, 1), (5,)):
+        collect = collector(branching=branching)
+        rows = collect([PROMPTS[0]] * 4 + [PROMPTS[1]] * 4, make_trainer(collect))
+        assert rows["tree"] == [0] * 4 + [1] * 4
+        first = [rollout.path[0] for rollout in collect.last_rollouts[:4]]
+        assert first == {(3, 2): [0, 0, 1, 2], (2, 1): [0, 1, 2, 3], (5,): [0, 1, 2, 3]}[branching]
 
 
 @pytest.mark.parametrize(
@@ -137,16 +160,15 @@ def test_evaluation_samples_independent_conversations(make_trainer):
     assert [rollout.path for rollout in collect.last_rollouts] == [(0,), (1,), (2,)] * 2
 
 
-def test_vllm_is_refused():
-    """The collector samples with the trainer's own model."""
-    with pytest.raises(ValueError, match="expected use_vllm=False"):
-        collector()([PROMPTS[0]] * 4, SimpleNamespace(use_vllm=True))
-
-
-def test_sharded_parameters_are_refused():
-    """Processes would make different numbers of forwards and hang."""
-    with pytest.raises(ValueError, match="expected parameters that are whole while sampling"):
-        collector()([PROMPTS[0]] * 4, SimpleNamespace(use_vllm=False, is_fsdp_enabled=True))
+def test_another_fork_policy(make_trainer):
+    """Instead of branching, any policy; not both, and not neither."""
+    collect = TreeRolloutCollector(ShelfEnvironment, fork_policy=NoForks(), max_turns=3, max_turn_tokens=2)
+    rows = collect([PROMPTS[0]] * 4, make_trainer(collect))
+    assert [rollout.path for rollout in collect.last_rollouts] == [(0,), (1,), (2,), (3,)]
+    assert len(rows["completion_ids"]) == 4
+    for given in ({}, {"branching": (4,), "fork_policy": NoForks()}, {"fork_turns": (1,), "fork_policy": NoForks()}):
+        with pytest.raises(ValueError, match=r"expected either branching \(and fork_turns\) or fork_policy, got"):
+            TreeRolloutCollector(ShelfEnvironment, **given, max_turns=3, max_turn_tokens=2)
 
 
 def test_limits_are_checked_when_it_is_made():
