@@ -219,7 +219,8 @@ def episodes_on_trees(draw):
     """Ragged rows of turns of one or two tokens; rows of one episode share anything or nothing; some are unscored."""
     rows, spans = [], []
     for _ in range(draw(st.integers(1, 9))):
-        tokens, turns = [9] * draw(st.integers(1, 2)), []
+        # A sub-agent's prompt is another one: rows may part at their first token.
+        tokens, turns = list(draw(st.sampled_from([[9], [9, 9], [7]]))), []
         for _ in range(draw(st.integers(0, 4))):
             turn = draw(st.lists(st.integers(0, 1), min_size=1, max_size=2))
             turns.append((len(tokens), len(tokens) + len(turn)))
