@@ -13,6 +13,7 @@ their convolution gets the columns before), so none of them is fed token by toke
 import copy
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -38,29 +39,18 @@ class RowStates:
         return len(self.lengths)
 
     @classmethod
-    @torch.no_grad()
     def zero(cls, model: PreTrainedModel) -> "RowStates":
         """One row that has read nothing, with states of zeros, so that the first token is like every other.
+
+        What is returned is not to be read into: take rows of it.
 
         Raises:
             EngineError: the model keeps no states, or ones that cannot be joined.
         """
-        cache = DynamicCache(config=model.config)
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), cache=cache, use_cache=True)
-        layer: Any
-        for index, layer in enumerate(cache.layers):
-            if type(layer) is LinearAttentionLayer and all(layer.has_previous_state.values()):
-                for states in (layer.conv_states, layer.recurrent_states):
-                    states.update({slot: None if state is None else state.zero_() for slot, state in states.items()})
-            elif type(layer) is DynamicLayer and layer.is_initialized:
-                layer.keys, layer.values = layer.keys[..., :0, :], layer.values[..., :0, :]
-            else:
-                raise EngineError(
-                    "expected layers that keep keys and values, or recurrent and convolution states, got "
-                    f"{type(layer).__name__} for layer {index}, empty or of another kind (gradient checkpointing "
-                    "empties it: turn it off while sampling)"
-                )
-        return cls(cache, [0])
+        kind = (model.device, model.dtype)
+        if model not in _ZEROS or _ZEROS[model][0] != kind:
+            _ZEROS[model] = (kind, _zero_cache(model))
+        return cls(_ZEROS[model][1], [0])
 
     @property
     def num_bytes(self) -> int:
@@ -79,6 +69,9 @@ class RowStates:
 
         Returns:
             ``[R, V]`` logits of each row's next token.
+
+        Raises:
+            EngineError: the model did not keep them.
         """
         before = max(self.lengths)
         size = max(map(len, tokens))
@@ -98,12 +91,47 @@ class RowStates:
             use_cache=True,
             logits_to_keep=1,
         )
+        _check_columns(self._cache, width)
         logits: Tensor = output.logits[:, -1]
         return logits
 
     def take(self, rows: Sequence[int]) -> "RowStates":
         """These rows, in this order; a row may be named several times or never. Nothing is shared that changes."""
         return join([(self, rows)])
+
+
+# By model: its shapes are known only by trying, which would cost a small model as much as several tokens each time.
+_ZEROS: WeakKeyDictionary[PreTrainedModel, tuple[Any, DynamicCache]] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def _zero_cache(model: PreTrainedModel) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    layer: Any
+    for index, layer in enumerate(cache.layers):
+        if (kind := type(layer)) not in (DynamicLayer, LinearAttentionLayer):
+            raise EngineError(
+                "expected layers that remember keys and values, or recurrent and convolution states, got "
+                f"{kind.__name__} for layer {index}"
+            )
+    model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), cache=cache, use_cache=True)
+    _check_columns(cache, 1)
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            for state in _tensors_of(layer):
+                state.zero_()
+        else:
+            layer.keys, layer.values = layer.keys[..., :0, :], layer.values[..., :0, :]
+    return cache
+
+
+def _check_columns(cache: DynamicCache, width: int) -> None:
+    layer: Any = next((layer for layer in cache.layers if isinstance(layer, DynamicLayer)), None)
+    if layer is not None and (layer.keys is None or layer.keys.shape[-2] != width):
+        raise EngineError(
+            f"expected the model to keep {width} columns of keys, got "
+            f"{0 if layer.keys is None else layer.keys.shape[-2]}: turn gradient checkpointing off while sampling"
+        )
 
 
 def join(parts: Sequence[tuple[RowStates, Sequence[int]]]) -> RowStates:

@@ -102,9 +102,8 @@ class TransformersEngine(Engine):
     def submit(self, request: TurnRequest) -> "Future[list[SampledTurn]]":
         """Queues a request; see :meth:`Engine.submit`."""
         key = self._check(request)
-        if self.max_positions is not None:
-            room = self.max_positions - len(request.history)
-            request = replace(request, max_tokens=min(request.max_tokens, room))
+        if self.max_positions is not None and len(request.history) + request.max_tokens > self.max_positions:
+            request = replace(request, max_tokens=self.max_positions - len(request.history))
         turns = [
             Turn(
                 request,
