@@ -78,15 +78,14 @@ class RowStates:
         assert before == 0 or min(map(len, tokens)) == size, "padding would enter the states"
         self.lengths = [length + len(row) for length, row in zip(self.lengths, tokens, strict=True)]
         width = before + size
-        padding = torch.tensor([width - length for length in self.lengths])
-        columns = torch.arange(width)
-        # Without padding no mask at all: the same kernels as for one conversation alone.
-        mask = (columns >= padding[:, None]).long() if bool(padding.any()) else None
-        positions = (columns[before:] - padding[:, None]).clamp(min=0)
+        device = model.device
+        padding = torch.tensor([[width - length] for length in self.lengths], device=device)
+        columns = torch.arange(width, device=device)
         output = model(
-            input_ids=torch.tensor([[0] * (size - len(row)) + list(row) for row in tokens]).to(model.device),
-            attention_mask=None if mask is None else mask.to(model.device),
-            position_ids=positions.to(model.device),
+            input_ids=torch.tensor([[0] * (size - len(row)) + list(row) for row in tokens], device=device),
+            # Without padding no mask at all: the same kernels as for one conversation alone.
+            attention_mask=(columns >= padding).long() if min(self.lengths) < width else None,
+            position_ids=(columns[before:] - padding).clamp(min=0),
             cache=self._cache,
             use_cache=True,
             logits_to_keep=1,

@@ -116,7 +116,7 @@ class TransformersEngine(Engine):
         job = _Job(request, key, Future(), turns, request.count)
         with self._changed:
             if self._closed:
-                raise EngineError("expected an engine that is open, got a request after it was closed")
+                raise EngineError("expected an engine that is open, got a closed one")
             self._queue.append(job)
             self._changed.notify_all()
         return job.future
@@ -179,6 +179,8 @@ class TransformersEngine(Engine):
 
     def _wait(self) -> bool:
         """Whether there is something to sample; waits a moment for it if not."""
+        if self._closed:
+            raise EngineError("expected an engine that is open, got a closed one")
         if self._jobs:
             return True
         with self._changed:
@@ -218,6 +220,8 @@ class TransformersEngine(Engine):
         self._batch.add(*self._reader.read(list(rows.values())))
 
     def _end(self, turn: Turn) -> None:
+        if turn not in self._jobs:  # whoever was told of another turn has closed the engine
+            return
         job = self._jobs.pop(turn)
         job.num_open -= 1
         if not job.num_open:
