@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from harts_hf.rollouts.engines.opening import open_engine
 from harts_hf.rollouts.environment import EnvironmentFactory
 from harts_hf.rollouts.forks import ForkPolicy, NoForks, TurnForks
 from harts_hf.rollouts.sampler import SampledRollout, TreeSampler, TurnLimits
@@ -85,8 +86,6 @@ class TreeRolloutCollector:
                 cannot work with.
             EngineError: the engine could not sample.
         """
-        from harts_hf.rollouts.engines.opening import open_engine
-
         policy, num_episodes = self._episodes(trainer)
         roots = _group_prompts(prompts, num_episodes)
         limits = self._limits(trainer.args.max_completion_length)

@@ -60,7 +60,8 @@ def tree_advantages(
         credit: one of ``TREE_CREDITS``; the module has the formulas.
         trajectories: token ids of prompt and completion, ``[L_i]`` each.
         turn_spans: for each trajectory the half-open spans ``[start, end)`` of its turns, ascending, in positions of
-            the trajectory: all turns, also those that another trajectory of the episode trains.
+            the trajectory. A turn may be left out where an earlier trajectory of the episode has it, token for token
+            in the same history (it is trained there).
         rewards: ``[B]``; NaN for a trajectory that could not be scored, which then counts nowhere.
         groups: ``[B]`` integers; trajectories with the same number answer the same prompt and form one tree.
         scale: as TRL's ``scale_rewards``: divide by the standard deviation (ddof 1) of the group's rewards, of the
@@ -96,17 +97,20 @@ def tree_advantages(
     for number in np.unique(group):
         rows = np.flatnonzero(group == number).tolist()
         values = EpisodeValues([trajectories[row] for row in rows], reward[rows], episode[rows])
-        spans_of = [turn_spans[row] for row in rows]
+        given = [turn_spans[row] for row in rows]
+        spans_of = _whole_spans(values, given)
         if credit == "tree_grpo":
-            by_turn = _tree_grpo(values, spans_of, None if scale == "group" else _divisor(reward[first], scale))
+            both = None if scale == "group" else _divisor(reward[first], scale)
+            by_turn = _tree_grpo(values, given, spans_of, both)
             divisor = 1.0
         else:
             by_turn = {"turn": _turn, "branch": _branch, "treerl": _treerl}[credit](values, spans_of)
             divisor = _divisor(values.rewards if scale == "group" else reward[first], scale)
         for row, spans, turns in zip(rows, spans_of, by_turn, strict=True):
             advantages[row] = np.zeros(len(np.asarray(trajectories[row])))
-            if not np.isnan(reward[row]):
-                for (start, end), advantage in zip(spans, turns, strict=True):
+            own = set(map(tuple, turn_spans[row])) if not np.isnan(reward[row]) else ()
+            for (start, end), advantage in zip(spans, turns, strict=True):
+                if (start, end) in own:
                     advantages[row][start:end] = advantage / divisor
     return advantages
 
@@ -122,6 +126,24 @@ def turn_advantages(
 ) -> list[FloatArray]:
     """:func:`tree_advantages` with credit ``"turn"``."""
     return tree_advantages("turn", trajectories, turn_spans, rewards, groups, scale=scale, episodes=episodes)
+
+
+def _whole_spans(values: EpisodeValues, turn_spans: Sequence[Spans]) -> list[Spans]:
+    """The spans of each trajectory, and those of its episode's other trajectories that lie on it."""
+    tree = values.tree
+    turns: list[set[tuple[int, int]]] = [set() for _ in values.rewards]  # of each episode: start and row of the end
+    for index, spans in enumerate(turn_spans):
+        path = tree.path(index)
+        turns[values.episode[index]] |= {(start, int(path[end - 1])) for start, end in spans}
+    whole: list[Spans] = []
+    for end_row, episode in zip(tree.end_rows, values.episode, strict=True):
+        found = {
+            (start, int(tree.depth[row]) + 1)
+            for start, row in turns[episode]
+            if row <= end_row < tree.subtree_end[row]
+        }
+        whole.append(sorted(found))
+    return whole
 
 
 # Each of these answers, for every trajectory of a group, one number per turn.
@@ -187,13 +209,15 @@ def _branch(values: EpisodeValues, turn_spans: Sequence[Spans]) -> list[list[flo
     return by_turn
 
 
-def _tree_grpo(values: EpisodeValues, turn_spans: Sequence[Spans], divisor: float | None) -> list[list[float]]:
-    """``divisor``: of both parts; None for the deviation of each part's own rewards."""
+def _tree_grpo(
+    values: EpisodeValues, given: Sequence[Spans], turn_spans: Sequence[Spans], divisor: float | None
+) -> list[list[float]]:
+    """``given``: as they came; ``divisor``: of both parts, None for the deviation of each part's own rewards."""
     rewards, episode = values.rewards, values.episode
     tree_of = np.full(len(rewards), -1)
-    for index in range(len(turn_spans) - 1, -1, -1):  # the first trajectory of an episode has the last word
-        if turn_spans[index]:
-            tree_of[episode[index]] = values.tree.path(index)[turn_spans[index][0][1] - 1]
+    for index in range(len(given) - 1, -1, -1):  # the first trajectory of an episode has the last word
+        if given[index]:
+            tree_of[episode[index]] = values.tree.path(index)[given[index][0][1] - 1]
 
     def relative(reward: float, among: FloatArray) -> float:
         return (reward - float(np.nanmean(among))) / (_divisor(among, "group") if divisor is None else divisor)

@@ -271,6 +271,25 @@ def test_a_row_twice_in_an_episode_changes_nothing(credit):
     np.testing.assert_allclose(several[8], alone[0][:4], atol=1e-12)
 
 
+@pytest.mark.parametrize("credit", TREE_CREDITS)
+@given(data=episodes_on_trees())
+def test_turns_trained_in_an_earlier_row_may_be_left_out(credit, data):
+    """Masks that train a token once leave the others' advantages as they are."""
+    rows, spans, rewards, groups, episodes = data
+    whole = tree_advantages(credit, rows, spans, rewards, groups, scale="none", episodes=episodes)
+    seen, once = set(), []
+    for tokens, turns, episode in zip(rows, spans, episodes, strict=True):
+        keys = [(episode, start, *tokens[:end]) for start, end in turns]
+        once.append([turn for turn, key in zip(turns, keys, strict=True) if key not in seen])
+        seen.update(keys)
+    advantages = tree_advantages(credit, rows, once, rewards, groups, scale="none", episodes=episodes)
+    for row, expected, turns, tokens in zip(advantages, whole, once, rows, strict=True):
+        trained = np.zeros(len(tokens))
+        for start, end in turns:
+            trained[start:end] = 1
+        np.testing.assert_array_equal(row, expected * trained)
+
+
 def test_an_episode_does_not_part_from_itself():
     """Its second row goes another way from the same history: what it did before the two parted counts in both."""
     rows = [[9, 1, 8, 3], [9, 1, 8, 4], [9, 2]]
