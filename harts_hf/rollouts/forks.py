@@ -9,11 +9,12 @@ sees what was sampled for this prompt and nothing else, so its answers do not de
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from harts_hf.rollouts.fork_tree import ForkTree, Place
 
-EARLY_ENDS = ("repeat", "reroll")
+EarlyEnds = Literal["repeat", "reroll"]
+EARLY_ENDS: tuple[EarlyEnds, ...] = get_args(EarlyEnds)
 
 
 class Growth(NamedTuple):
@@ -93,7 +94,7 @@ class TurnForks:
 
     branching: tuple[int, ...]
     fork_turns: tuple[int, ...]
-    early_ends: Literal["repeat", "reroll"] = "repeat"
+    early_ends: EarlyEnds = "repeat"
     entropies = False
 
     def __post_init__(self) -> None:
