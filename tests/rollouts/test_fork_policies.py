@@ -162,12 +162,30 @@ def test_rerolled_episodes_go_on_where_the_ended_one_forked():
     assert len({rollout.path for rollout in rerolled[:12]}) == 12
     kept = [rollout for rollout in repeated[:12] if repeated.count(rollout) == 1]
     assert kept and all(rollout.completion_ids in [other.completion_ids for other in rerolled] for rollout in kept)
-    widest = {}
+    branches = {}
     for rollout in rerolled[:12]:
         for depth, branch in enumerate(rollout.path):
-            widest.setdefault(rollout.path[:depth], set()).add(branch)
-    assert max(map(len, widest.values())) > 3
-    assert all(branches == set(range(len(branches))) for branches in widest.values())
+            branches.setdefault(rollout.path[:depth], set()).add(branch)
+    assert all(numbers == set(range(len(numbers))) for numbers in branches.values())
+    planned = {turn: factor for turn, factor in zip(options["fork_turns"], options["branching"], strict=True)}
+    ended = {rollout.path: rollout for rollout in repeated[:12] if repeated.count(rollout) > 1}
+    assert {len(path) for path in ended} >= {1, 2}
+    for path, rollout in ended.items():
+        assert len(branches[path[:-1]]) > planned[rollout.fork_turns[-1]]
+
+
+def test_rounds_double_what_there_is():
+    """So many conversations a round begins, up to those that are missing."""
+    rounds = []
+
+    class Counted(EntropyForks):
+        def grow(self, tree, missing):
+            rounds.append((len(tree.ends()), missing))
+            return super().grow(tree, missing)
+
+    rollouts, _ = sample(Counted(roots=1), 7, prompts=("5 6",))
+    assert rounds == [(1, 6), (2, 5), (4, 3)]
+    assert len({rollout.path for rollout in rollouts}) == 7
 
 
 def test_entropy_forks_stand_at_the_least_certain_turns():
@@ -184,9 +202,6 @@ def test_entropy_forks_stand_at_the_least_certain_turns():
     assert len(entropy) > 8
     assert {histories[index] for index in repeated} == set(sorted(entropy, key=entropy.__getitem__)[-4:])
     assert {rollout.path[0] for rollout in rollouts} == {0, 1, 2, 3}
-    # With one root, each round doubles the conversations.
-    rollouts, _ = sample(EntropyForks(roots=1), 7, often=999, prompts=("5 6",))
-    assert len({rollout.path for rollout in rollouts}) == 7
 
 
 def test_a_budget_decides_how_early_forks_stand():
