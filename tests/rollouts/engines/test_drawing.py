@@ -60,20 +60,21 @@ def test_no_number_draws_a_token_that_was_cut():
     logits[0, [3, 5]] = 1.0
     logits[1, 8] = 0.0
     drawer = TokenDrawer(SamplingSettings())
-    first, second = drawer.draw(logits, [[2**-33, 0.49, 0.51, 1 - 2**-33], [0.5]], entropies=True)
+    first, second = drawer.draw(logits, [[2**-33, 0.49, 0.5, 1 - 2**-33], [0.5]], entropies=True)
     assert [draw.token for draw in first] == [3, 3, 5, 5]
     assert [draw.token for draw in second] == [8]
     assert first[0].entropy == pytest.approx(0.693147, abs=1e-6)
     assert second[0].entropy == 0
 
 
-def test_unlikely_tokens_of_a_large_vocabulary_are_drawn():
-    """Half of the probability lies on 150,000 tokens of 3e-6 each: an even grid finds all of a thousand of them."""
-    logits = torch.zeros(1, 150_001)
-    logits[0, 0] = torch.tensor(150_000.0).log()
-    numbers = [0.5 + (token + 0.5) / 300_000 for token in range(149_000, 150_000)]
+def test_unlikely_tokens_are_drawn_when_their_turn_comes():
+    """A thousand tokens of 1e-8 each, after one that has the rest: below float32's resolution at 1."""
+    logits = torch.full((1, 1001), 1e-8).log()
+    logits[0, 0] = 0.0
+    total = 1 + 1000e-8
+    numbers = [(1 + (token + 0.5) * 1e-8) / total for token in range(1000)]
     [draws] = TokenDrawer(SamplingSettings()).draw(logits, [numbers], entropies=False)
-    assert [draw.token for draw in draws] == list(range(149_001, 150_001))
+    assert [draw.token for draw in draws] == list(range(1, 1001))
 
 
 def test_stop_texts_are_found_when_their_last_byte_comes():

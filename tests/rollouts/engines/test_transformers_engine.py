@@ -113,14 +113,15 @@ def test_observations_of_about_one_length_are_read_together(model):
         assert all(gap(model, history, turn) < BUDGET for history, [turn] in zip(histories, answers, strict=True))
 
 
-def test_a_history_that_was_continued_before_is_not_read_again(model):
-    """The state at a history's end is kept too: more continuations of it cost its last token only."""
-    history = draws(50, torch.Generator().manual_seed(3))
-    with engine(model) as source:
+@pytest.mark.parametrize("single_tokens", [0, 1000])
+def test_a_history_that_was_continued_before_is_not_read_again(model, single_tokens):
+    """The state at a history's end is kept too, however it was read: further continuations cost its last token."""
+    history = draws(20, torch.Generator().manual_seed(3))
+    with engine(model, single_tokens=single_tokens) as source:
         sampled(source, request(history, max_tokens=1))
-        read_before = source.num_read_tokens
+        assert source.num_read_tokens == 20
         [[turn]] = sampled(source, request(history, max_tokens=1, seed=9))
-        assert source.num_read_tokens - read_before == 1
+        assert source.num_read_tokens == 21
         assert gap(model, history, turn) < BUDGET
 
 
