@@ -69,9 +69,6 @@ class RowStates:
 
         Returns:
             ``[R, V]`` logits of each row's next token.
-
-        Raises:
-            EngineError: the model did not keep them.
         """
         before = max(self.lengths)
         size = max(map(len, tokens))
@@ -90,7 +87,6 @@ class RowStates:
             use_cache=True,
             logits_to_keep=1,
         )
-        _check_columns(self._cache, width)
         logits: Tensor = output.logits[:, -1]
         return logits
 
@@ -114,23 +110,15 @@ def _zero_cache(model: PreTrainedModel) -> DynamicCache:
                 f"{kind.__name__} for layer {index}"
             )
     model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), cache=cache, use_cache=True)
-    _check_columns(cache, 1)
-    for layer in cache.layers:
+    for index, layer in enumerate(cache.layers):
+        if not _tensors_of(layer):
+            raise EngineError(f"expected the model to write into the cache it is given, got nothing in layer {index}")
         if isinstance(layer, LinearAttentionLayer):
             for state in _tensors_of(layer):
                 state.zero_()
         else:
             layer.keys, layer.values = layer.keys[..., :0, :], layer.values[..., :0, :]
     return cache
-
-
-def _check_columns(cache: DynamicCache, width: int) -> None:
-    layer: Any = next((layer for layer in cache.layers if isinstance(layer, DynamicLayer)), None)
-    if layer is not None and (layer.keys is None or layer.keys.shape[-2] != width):
-        raise EngineError(
-            f"expected the model to keep {width} columns of keys, got "
-            f"{0 if layer.keys is None else layer.keys.shape[-2]}: turn gradient checkpointing off while sampling"
-        )
 
 
 def join(parts: Sequence[tuple[RowStates, Sequence[int]]]) -> RowStates:
@@ -188,9 +176,10 @@ def _aligned(columns: Tensor, rows: Tensor, width: int) -> Tensor:
 
 def _tensors_of(layer: Any) -> list[Tensor]:
     if isinstance(layer, LinearAttentionLayer):
-        states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-        return [state for state in states if state is not None]
-    return [layer.keys, layer.values]
+        tensors = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    else:
+        tensors = [layer.keys, layer.values]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _device_of(cache: DynamicCache) -> torch.device:

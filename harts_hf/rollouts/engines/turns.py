@@ -87,10 +87,10 @@ class StopFinder:
         self._decoded = 0
 
     def found_in(self, tokens: Sequence[int]) -> bool:
-        """Whether the turn's text, whole characters only, has come to hold one of the texts."""
+        """Whether the turn's text has come to hold one of the texts."""
         before = self._decode(tokens[self._context : self._decoded])
         text = self._decode(tokens[self._context :])
-        seen = self._tail + text[len(before) :].rstrip(_UNFINISHED)
+        seen = self._tail + text[len(before) :]
         if not text.endswith(_UNFINISHED):
             self._context, self._decoded = self._decoded, len(tokens)
             self._tail = seen[len(seen) - self._overlap :] if self._overlap < len(seen) else seen
