@@ -1,4 +1,4 @@
-"""What a collection had collected when it failed, as a rollout file: hours of an agent's work are not lost with a step."""
+"""What was collected before a collection failed, as a rollout file: hours of an agent's work are not lost."""
 
 import json
 import os
@@ -77,12 +77,11 @@ def save_rows(rows: Sequence[Mapping[str, Any]], folder: str | Path, name: str) 
     while True:
         path = folder / (f"{name}.jsonl" if number == 1 else f"{name}-{number}.jsonl")
         try:
-            os.link(unfinished, path)  # fails where there is a file, unlike a renaming
+            path.touch(exist_ok=False)  # takes the name; renaming alone would go over another file
         except FileExistsError:
             number += 1
         else:
-            unfinished.unlink()
-            return path
+            return unfinished.replace(path)
 
 
 @contextmanager

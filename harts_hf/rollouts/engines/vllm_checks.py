@@ -1,6 +1,5 @@
 """Is it the right server? Asked before anything is sampled: alive, model, vocabulary, kind of log-probs."""
 
-import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +11,9 @@ from harts_hf.rollouts.engines.vllm_http import HTTPAnswerError, ServerClient
 _POLL, _HEALTH_TIMEOUT = 0.5, 10.0  # seconds
 # Letters with marks, other scripts, digits, white space and code: what tokenizers cut differently.
 _TEXT = 'Größe, 数字 и числа: 1234.5\n\tdef f(x): return {"a": [x, -1]}  # \N{SNOWMAN}'
-# At this temperature the two likeliest tokens are equally likely, whatever the model.
-_HOT = SamplingSettings(temperature=1000.0, top_k=2)
-_HOT_TOKENS = 8
-_HOT_TOLERANCE = 0.05  # nats: logits would have to be 100 apart
+_TRIAL = SamplingSettings()
+_TRIAL_TOKENS = 4
+_CERTAIN = 1e-3  # nats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +99,9 @@ def check_tokenizer(client: ServerClient, model: str, tokenizer: Any) -> None:
 def check_sampling(client: ServerClient, model: str, vocab_size: int) -> None:
     """Checks by a few tokens that log-probs are those of the distribution that tokens are drawn from.
 
-    With the two likeliest tokens at a very high temperature each is drawn with probability one half. A server that
-    reports anything else (``raw_logprobs``, vLLM's default, or logits) does not report what it drew from. The history
-    is the vocabulary's last token, which a smaller vocabulary lacks.
+    Where a single token is allowed, it is drawn with probability one. A server that reports anything else
+    (``raw_logprobs``, vLLM's default, or logits) does not report what it drew from. The history is the vocabulary's
+    last token, which a smaller vocabulary lacks.
 
     Args:
         client: of the server.
@@ -113,20 +111,21 @@ def check_sampling(client: ServerClient, model: str, vocab_size: int) -> None:
     Raises:
         EngineError: other log-probs; a smaller vocabulary; an answer without token ids or log-probs.
     """
-    request = TurnRequest(history=(vocab_size - 1,), max_tokens=_HOT_TOKENS, seed=0)
-    body = completion_body(request, _HOT, model=model, max_tokens=_HOT_TOKENS, num_top_logprobs=0)
+    request = TurnRequest(history=(vocab_size - 1,), max_tokens=_TRIAL_TOKENS, seed=0)
+    body = completion_body(request, _TRIAL, model=model, max_tokens=_TRIAL_TOKENS, num_top_logprobs=0)
+    # Any token will do that the policy does not repeat all by itself.
+    body["allowed_token_ids"] = [vocab_size // 2]
     try:
         answer = client.post(PATH, body)
     except HTTPAnswerError as error:
         if error.status == 400:
             raise EngineError(
-                f"expected a server that knows the trainer's {vocab_size} tokens: is it another model? {error}"
+                f"expected the server to continue the last of the trainer's {vocab_size} tokens: is it another "
+                f"model's? {error}"
             ) from error
         raise
-    (turn,) = read_turns(answer, request, _HOT, max_tokens=_HOT_TOKENS, vocab_size=vocab_size)
-    # Most, not all: bfloat16 logits may be tied, and vLLM then draws from three.
-    halves = sum(abs(logprob + math.log(2)) < _HOT_TOLERANCE for logprob in turn.logprobs)
-    if 2 * halves < len(turn.logprobs):
+    (turn,) = read_turns(answer, request, _TRIAL, max_tokens=_TRIAL_TOKENS, vocab_size=vocab_size)
+    if min(turn.logprobs) < -_CERTAIN:
         raise EngineError(
             f"expected the server at {client.url} to report log-probs of what it draws from, got others: start it "
             "with `vllm serve ... --logprobs-mode processed_logprobs`"

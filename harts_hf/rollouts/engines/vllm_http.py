@@ -1,4 +1,4 @@
-"""JSON over HTTP to one server: many requests in flight, from any thread; retries, time-outs, errors without secrets."""
+"""JSON over HTTP to one server: many requests under way, from any thread; retries, time-outs, no secrets in errors."""
 
 import asyncio
 import os

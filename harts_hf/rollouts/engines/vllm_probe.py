@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from harts_hf.rollouts.engines.vllm_server import VLLMServerEngine
 
 # Nats. See docs/_vllm.md for what was measured.
-DEFAULT_MAX_GAP = 0.2
+DEFAULT_MAX_GAP = 0.1
 # Longer than a chunk of the linear rules, twice over with the second part.
 _FIRST, _SECOND = 96, 32
 _COUNT = 2
