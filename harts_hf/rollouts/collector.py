@@ -1,5 +1,6 @@
 """The collector: a TRL ``rollout_func`` that samples trees."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from harts_hf.rollouts.engines.opening import open_engine
 from harts_hf.rollouts.environment import EnvironmentFactory
 from harts_hf.rollouts.forks import ForkPolicy, NoForks, TurnForks
+from harts_hf.rollouts.salvage import rollout_row, saved_on_failure
 from harts_hf.rollouts.sampler import SampledRollout, TreeSampler, TurnLimits
 
 
@@ -85,12 +87,14 @@ class TreeRolloutCollector:
             ValueError: prompts that are not whole groups; settings that the policy, the environment or the engine
                 cannot work with.
             EngineError: the engine could not sample.
+
+        Whatever is raised, the conversations that were over by then are written to ``salvaged`` in the trainer's
+        output folder, as a rollout file that the exception names.
         """
         policy, num_episodes = self._episodes(trainer)
         roots = _group_prompts(prompts, num_episodes)
         limits = self._limits(trainer.args.max_completion_length)
         *seeds, sampling_seed = self._seeds(trainer, len(roots) + 1)
-        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         with open_engine(trainer, seed=sampling_seed) as engine:
             read_before = engine.num_read_tokens
             environments = [self._environment() for _ in roots]
@@ -98,13 +102,14 @@ class TreeRolloutCollector:
             texts = [environment.reset(prompt, seed=seed) for environment, prompt, seed in begins]
             sampler = TreeSampler(
                 engine=engine,
-                tokenizer=tokenizer,
+                tokenizer=getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
                 policy=policy,
                 limits=limits,
                 num_episodes=num_episodes,
                 seed=sampling_seed,
             )
-            self.last_rollouts = sampler.sample(environments, texts)
+            with saved_on_failure(lambda: _file_rows(sampler.rollouts()), *_place_of_failures(trainer)):
+                self.last_rollouts = sampler.sample(environments, texts)
             self.last_sampling_tokens = engine.num_read_tokens - read_before
         return _rows(self.last_rollouts)
 
@@ -172,3 +177,23 @@ def _rows(rollouts: list[SampledRollout]) -> dict[str, Any]:
         "tree": [rollout.tree for rollout in rollouts],
         "num_turns": [rollout.num_turns for rollout in rollouts],
     }
+
+
+def _place_of_failures(trainer: Any) -> tuple[Path, str]:
+    """The folder and the name of the file of what was collected before a failure."""
+    name = f"step{trainer.state.global_step}-rank{trainer.accelerator.process_index}"
+    return Path(trainer.args.output_dir) / "salvaged", name
+
+
+def _file_rows(rollouts: list[SampledRollout]) -> list[dict[str, Any]]:
+    return [
+        rollout_row(
+            rollout.tree,
+            rollout.prompt_ids,
+            rollout.completion_ids,
+            env_mask=rollout.env_mask,
+            logprobs=rollout.logprobs,
+            reward=rollout.reward,
+        )
+        for rollout in rollouts
+    ]

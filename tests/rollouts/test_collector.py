@@ -10,6 +10,7 @@ from support.models import tiny_model
 from harts_hf.rollouts.checks import check_rollouts
 from harts_hf.rollouts.collector import TreeRolloutCollector, environment_reward
 from harts_hf.rollouts.environments.shelf import ShelfEnvironment
+from harts_hf.rollouts.files import read_rollouts
 from harts_hf.rollouts.forks import NoForks
 from harts_hf.trainers import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.tree import RolloutTree
@@ -196,3 +197,26 @@ def test_factories_may_carry_settings(make_trainer):
     )
     with pytest.raises(ValueError, match="expected a prompt such as 'lamp wanted', got 'book wanted'"):
         collect(["book wanted"] * 4, make_trainer(collect))
+
+
+class Fragile(ShelfEnvironment):
+    """Breaks its contract at the thirtieth call of all twins together."""
+
+    calls = 0
+
+    def step(self, action):
+        Fragile.calls += 1
+        return super().step(action) if Fragile.calls < 30 else None
+
+
+def test_what_was_collected_before_a_failure_lies_on_disk(make_trainer, tmp_path):
+    """As a rollout file that the package reads, named by the exception."""
+    collect = TreeRolloutCollector(Fragile, branching=(2, 2), max_turns=3, max_turn_tokens=2)
+    trainer = make_trainer(collect)
+    with pytest.raises(ValueError, match=r"expected Fragile.step to return a StepResult") as failure:
+        collect([prompt for prompt in PROMPTS for _ in range(4)], trainer)
+    path = tmp_path / "salvaged" / "step0-rank0.jsonl"
+    assert any(str(path) in note for note in failure.value.__notes__)
+    rollouts = [rollout for group in read_rollouts(path) for rollout in group.rollouts]
+    assert 0 < len(rollouts) < 4 * len(PROMPTS)
+    assert all(rollout.reward is not None and sum(rollout.loss_mask) > 0 for rollout in rollouts)
