@@ -1,11 +1,11 @@
 """Samples rollout trees: conversations that fork where a policy says, turn by turn, each going its own way."""
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from harts_hf.rollouts.contract import check_text, fork_environment, play_turn, read_reward
@@ -16,6 +16,8 @@ from harts_hf.rollouts.forks import ForkPolicy
 
 # No token of any vocabulary is longer, so a text of more than so many characters per token is not even encoded.
 _MAX_CHARACTERS_PER_TOKEN = 256
+# Short answers recur (of siblings, "error"), and a tokenizer's call costs more than their tokens do.
+_MAX_REMEMBERED_CHARACTERS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ class TreeSampler:
         policy: where to fork.
         limits: of each conversation.
         num_episodes: leaves that each tree is to have.
-        seed: at least 0.
+        seed: of everything that is drawn.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class TreeSampler:
         self._limits = limits
         self._num_episodes = num_episodes
         self._seed = seed
+        self._encoded: dict[str, list[int]] = {}
         self._trees: list[ForkTree] = []
         self._open: list[int] = []  # requests in flight, by tree
         self._finished: deque[tuple[Future[list[SampledTurn]], Callable[[list[SampledTurn]], None]]] = deque()
@@ -164,8 +167,12 @@ class TreeSampler:
         """Token ids of ``text``; None for more than ``limit``. A text that must have more is not encoded at all."""
         if limit is not None and len(text) > limit * _MAX_CHARACTERS_PER_TOKEN:
             return None
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-        return ids if limit is None or len(ids) <= limit else None
+        ids = self._encoded.get(text)
+        if ids is None:
+            ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+            if len(text) <= _MAX_REMEMBERED_CHARACTERS:
+                self._encoded[text] = ids
+        return list(ids) if limit is None or len(ids) <= limit else None
 
     def _continue(self, tree: ForkTree, place: Place) -> None:
         """Asks for the next turns of a conversation that has just come to ``place``."""
@@ -180,11 +187,11 @@ class TreeSampler:
     def _submit(self, tree: ForkTree, place: Place, shares: Sequence[int], *, first_branch: int) -> None:
         history = place.token_ids()
         # Which request this is, and nothing that depends on when it is made.
-        key = (tree.index, *(step.branch for step in place.way()[1:]), first_branch)
+        key = (self._seed, tree.index, *(step.branch for step in place.way()[1:]), first_branch)
         request = TurnRequest(
             history=history,
             max_tokens=min(self._limits.max_turn_tokens, self._room(tree, len(history))),
-            seed=int(np.random.SeedSequence(self._seed, spawn_key=key).generate_state(1, np.uint32)[0]),
+            seed=_seed_of(key),
             count=len(shares),
             entropies=self._policy.entropies,
         )
@@ -270,6 +277,11 @@ class TreeSampler:
             raise ValueError(f"expected {name} to make {self._num_episodes} episodes of a prompt, got {got}")
         for place in tree.places():
             place.environment = None
+
+
+def _seed_of(key: tuple[int, ...]) -> int:
+    """32 bits that look independent for different keys."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little")
 
 
 def _rollout(tree: ForkTree, end: Place) -> SampledRollout:
