@@ -11,7 +11,7 @@ from harts_hf.rollouts.gateway.requests import ApiError, ChatRequest
 from harts_hf.rollouts.gateway.server import Gateway
 from harts_hf.rollouts.gateway.sessions import Session
 from harts_hf.rollouts.gateway.splicing import Drift
-from harts_hf.rollouts.gateway.turns import EngineTurns, TurnLimits, TurnSource
+from harts_hf.rollouts.gateway.turns import EngineTurns, LengthLimits, TurnSource
 
 __all__ = [
     "Agent",
@@ -31,12 +31,12 @@ __all__ = [
     "EpisodeRow",
     "FunctionAgent",
     "Gateway",
+    "LengthLimits",
     "Recording",
     "Session",
     "TemplateFormat",
     "ToolCall",
     "TrlFormat",
-    "TurnLimits",
     "TurnSource",
     "agent_reward",
 ]

@@ -5,15 +5,20 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from harts_hf.rollouts.engines import Engine, SamplingSettings
+from harts_hf.rollouts.engines.opening import open_engine
+from harts_hf.rollouts.engines.vllm_server import VLLMServerEngine
 from harts_hf.rollouts.gateway.agents import Agent, AgentAccess, AgentFailure, checked_reward
 from harts_hf.rollouts.gateway.commands import as_agent
 from harts_hf.rollouts.gateway.episodes import (
     AgentEpisode,
     AgentSample,
+    as_reward,
     episode_of,
+    file_rows,
     group_prompts,
     metrics_of,
     places,
@@ -23,7 +28,10 @@ from harts_hf.rollouts.gateway.episodes import (
 from harts_hf.rollouts.gateway.formats import ChatFormat, TrlFormat
 from harts_hf.rollouts.gateway.runs import AgentJob, AgentRuns
 from harts_hf.rollouts.gateway.server import Gateway
-from harts_hf.rollouts.gateway.turns import EngineTurns, TurnLimits, TurnSource
+from harts_hf.rollouts.gateway.sessions import Session
+from harts_hf.rollouts.gateway.turns import EngineTurns, LengthLimits, TurnSource
+from harts_hf.rollouts.gateway.vllm import VLLMChatTurns, VLLMFormat, VLLMServer
+from harts_hf.rollouts.salvage import saved_on_failure
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +118,7 @@ class AgentRolloutCollector:
         self._chat_format = chat_format
         self._gateway: Gateway | None = None
         self._gateway_lock = threading.Lock()
-        self._formats: dict[int, ChatFormat] = {}
+        self._format: tuple[Any, ChatFormat] | None = None  # of the tokenizer
         self._calls: tuple[int, int] = (-1, 0)  # the trainer's step, and the calls during it
         self.last_episodes: list[AgentEpisode] = []
         self.last_rollouts: list[AgentSample] = []
@@ -132,17 +140,20 @@ class AgentRolloutCollector:
         Raises:
             AgentError: every agent failed.
             EngineError: the engine did.
-            ValueError: prompts that JSON or the chat format do not take, a trainer whose settings contradict.
-        """
-        from harts_hf.rollouts.engines.opening import open_engine
+            ValueError: a trainer whose settings contradict one another, a tokenizer without a known chat format.
 
+        Whatever is raised once the agents run, what was sampled by then is written to ``salvaged`` in the trainer's
+        output folder, as a rollout file that the exception names.
+        """
         seeds = self._seeds(trainer)
         trees = group_prompts(prompts, _group_size(trainer))
         with open_engine(trainer, seed=seed_of(seeds)) as engine:
-            source = self._source(trainer, engine)
-            episodes = self._play(prompts, trees, source, engine, seeds)
-            self.last_sampling_tokens = engine.num_read_tokens
-        return self._finish(episodes, trainer)
+            read_before = engine.num_read_tokens
+            sessions = self._open_sessions(trees, self._source(trainer, engine), seeds)
+            with saved_on_failure(lambda: file_rows(sessions, trees), *_place_of_failures(trainer)):
+                self.last_episodes = self._play(prompts, trees, sessions, engine, seeds)
+                self.last_sampling_tokens = engine.num_read_tokens - read_before
+                return self._rows(self.last_episodes, trainer)
 
     def close(self) -> None:
         """Stops the endpoint; another call starts it again."""
@@ -154,21 +165,27 @@ class AgentRolloutCollector:
     def check(self, args: Any) -> None:
         """Nothing of a trainer's arguments contradicts agents: episodes may have any number of samples."""
 
-    def _play(
-        self, prompts: list[Any], trees: list[int], source: TurnSource, engine: Engine, seeds: tuple[int, ...]
-    ) -> list[AgentEpisode]:
+    def _open_sessions(self, trees: list[int], source: TurnSource, seeds: tuple[int, ...]) -> list[Session]:
         gateway = self._open_gateway()
-        gateway.watch(engine.wake)
-        sessions = [
+        return [
             gateway.open(source, seed_of=request_seeds((*seeds, *place)), max_turns=self._max_turns)
             for place in places(trees)
         ]
+
+    def _play(
+        self, prompts: list[Any], trees: list[int], sessions: list[Session], engine: Engine, seeds: tuple[int, ...]
+    ) -> list[AgentEpisode]:
+        gateway = self._open_gateway()
+        gateway.watch(engine.wake)
         jobs = [
             AgentJob(
                 task=prompt,
                 session=session,
                 access=AgentAccess(
-                    base_url=session.base_url, api_key=session.key, model=source.model, seed=seed_of((*seeds, tree))
+                    base_url=session.base_url,
+                    api_key=session.key,
+                    model=session.source.model,
+                    seed=seed_of((*seeds, tree)),
                 ),
             )
             for prompt, tree, session in zip(prompts, trees, sessions, strict=True)
@@ -203,13 +220,12 @@ class AgentRolloutCollector:
         reward = self._failure_reward
         if failure is None:
             try:
-                reward = checked_reward(self._reward(episode) if self._reward else _as_reward(episode.result))
+                reward = checked_reward(self._reward(episode) if self._reward else as_reward(episode.result))
             except AgentFailure as error:
                 failure = error
         return dataclasses.replace(episode, failure=failure, reward=reward)
 
-    def _finish(self, episodes: list[AgentEpisode], trainer: Any) -> dict[str, Any]:
-        self.last_episodes = episodes
+    def _rows(self, episodes: list[AgentEpisode], trainer: Any) -> dict[str, Any]:
         failures = [episode.failure for episode in episodes if episode.failure is not None]
         if len(failures) == len(episodes):
             kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(f.kind for f in failures).items())
@@ -252,30 +268,31 @@ class AgentRolloutCollector:
 
     def _source(self, trainer: Any, engine: Engine) -> TurnSource:
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-        limits = TurnLimits(
+        limits = LengthLimits(
             max_turn_tokens=self._max_turn_tokens or trainer.args.max_completion_length,
             max_completion_tokens=trainer.args.max_completion_length,
             max_positions=min(filter(None, (self._max_context_length, engine.max_positions)), default=None),
         )
         end_ids = tuple(trainer.eos_token_ids)
         if self._chat_format == "vllm_chat":
-            return _vllm_chat(trainer, tokenizer, limits, end_ids)
+            return _vllm_chat(trainer, tokenizer, limits, engine)
         # The tokenizer is copied, which takes a while: once.
-        if id(tokenizer) not in self._formats:
-            self._formats = {id(tokenizer): self._new_format(trainer, tokenizer)}
-        return EngineTurns(engine, self._formats[id(tokenizer)], end_ids=end_ids, limits=limits)
+        if self._format is None or self._format[0] is not tokenizer:
+            self._format = tokenizer, self._new_format(tokenizer, engine)
+        chat_format = self._format[1]
+        if trainer.use_vllm:
+            _reconnect(chat_format, engine)
+        return EngineTurns(engine, chat_format, end_ids=end_ids, limits=limits)
 
-    def _new_format(self, trainer: Any, tokenizer: Any) -> ChatFormat:
+    def _new_format(self, tokenizer: Any, engine: Engine) -> ChatFormat:
         if callable(self._chat_format):
             return self._chat_format(tokenizer)
         own = self.agent.chat_format(tokenizer)
         if own is not None:
             return own
-        if not trainer.use_vllm:
-            return TrlFormat(tokenizer)
-        from harts_hf.rollouts.gateway.vllm import VLLMFormat, VLLMServer
-
-        return VLLMFormat(tokenizer, VLLMServer.from_args(trainer.args))
+        if isinstance(engine, VLLMServerEngine):
+            return VLLMFormat(tokenizer, VLLMServer.of_engine(engine))
+        return TrlFormat(tokenizer)
 
     def _open_gateway(self) -> Gateway:
         with self._gateway_lock:
@@ -295,17 +312,15 @@ def agent_reward(*, agent_reward: list[float | None], **_: Any) -> list[float | 
     return agent_reward
 
 
-def _vllm_chat(trainer: Any, tokenizer: Any, limits: TurnLimits, end_ids: tuple[int, ...]) -> TurnSource:
-    from harts_hf.rollouts.gateway.vllm import VLLMChatTurns, VLLMServer
+def _vllm_chat(trainer: Any, tokenizer: Any, limits: LengthLimits, engine: Engine) -> TurnSource:
+    settings = SamplingSettings.from_args(trainer.args, tuple(trainer.eos_token_ids))
+    return VLLMChatTurns(tokenizer, VLLMServer.of_engine(engine), settings=settings, limits=limits)
 
-    if not trainer.use_vllm:
-        raise ValueError("expected use_vllm=True for chat_format 'vllm_chat', got use_vllm=False")
-    return VLLMChatTurns(
-        tokenizer,
-        VLLMServer.from_args(trainer.args),
-        settings=SamplingSettings.from_args(trainer.args, end_ids),
-        limits=limits,
-    )
+
+def _reconnect(chat_format: ChatFormat, engine: Engine) -> None:
+    """Each collection has an engine of its own, with connections of its own."""
+    if isinstance(chat_format, VLLMFormat):
+        chat_format.server = VLLMServer.of_engine(engine)
 
 
 def _group_size(trainer: Any) -> int:
@@ -313,6 +328,7 @@ def _group_size(trainer: Any) -> int:
     return int(size)
 
 
-def _as_reward(result: Any) -> Any:
-    """What an agent returned, if it is a reward; agents may return what they like for other reward functions."""
-    return result if isinstance(result, int | float) else None
+def _place_of_failures(trainer: Any) -> tuple[Path, str]:
+    """The folder and the name of the file of what was sampled before a failure."""
+    name = f"step{trainer.state.global_step}-rank{trainer.accelerator.process_index}"
+    return Path(trainer.args.output_dir) / "salvaged", name

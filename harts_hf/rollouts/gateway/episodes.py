@@ -1,6 +1,7 @@
 """What came of the episodes of a collection."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from harts_hf.rollouts.gateway.recording import EpisodeRow
 from harts_hf.rollouts.gateway.runs import AgentJob, AgentOutcome
 from harts_hf.rollouts.gateway.sessions import Session
 from harts_hf.rollouts.gateway.splicing import Drift
+from harts_hf.rollouts.salvage import rollout_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,30 @@ def episode_of(job: AgentJob, tree: int, outcome: AgentOutcome) -> AgentEpisode:
         num_turns=session.recording.num_turns,
         seconds=outcome.seconds,
     )
+
+
+def as_reward(result: Any) -> Any:
+    """What an agent returned, if it is a reward; agents may return what they like for other reward functions."""
+    return result if isinstance(result, int | float) else None
+
+
+def file_rows(sessions: Sequence[Session], trees: Sequence[int]) -> list[dict[str, Any]]:
+    """What was sampled so far, as rows of a rollout file."""
+    rows = []
+    for session, tree in zip(sessions, trees, strict=True):
+        reward = as_reward(session.result)
+        for row in session.recording.rows():
+            rows.append(
+                rollout_row(
+                    tree,
+                    row.prompt_ids,
+                    row.completion_ids,
+                    env_mask=row.env_mask,
+                    logprobs=row.logprobs,
+                    reward=reward if reward is not None and math.isfinite(reward) else None,
+                )
+            )
+    return rows
 
 
 def metrics_of(sessions: Sequence[Session], episodes: Sequence[AgentEpisode]) -> dict[str, float]:

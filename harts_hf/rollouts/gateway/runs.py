@@ -130,6 +130,7 @@ class AgentRuns:
                 return
             job = self._jobs[index]
             job.session.close()
+            job.session.result = result
             turns = job.session.recording.num_turns
             if failure is None and not turns:
                 failure = AgentFailure("no_request", "it ended without asking for a turn")

@@ -29,6 +29,7 @@ class Session:
             "ignored_parameters".
         messages: of the latest request that was answered, as they came.
         answers: what was answered to it.
+        result: what its agent returned.
     """
 
     def __init__(self, base_url: str, source: TurnSource, *, seed_of: Callable[[int], int], max_turns: int) -> None:
@@ -39,6 +40,7 @@ class Session:
         self.counts: Counter[str] = Counter()
         self.messages: list[dict[str, Any]] = []
         self.answers: list[dict[str, Any]] = []
+        self.result: Any = None
         self._seed_of = seed_of
         self._max_turns = max_turns
         self._lock = threading.Lock()
@@ -77,10 +79,9 @@ class Session:
             self._pending.discard(pending.sampled)
             self._check_open()
             try:
-                sampled = pending.sampled.result()
+                return self.source.finish(pending, self.recording)
             except CancelledError as error:
                 raise ApiError(403, "expected an engine that samples, got one that was closed") from error
-            return self.source.finish(pending, self.recording, sampled)
 
     def record(self, pending: PendingTurns, finished: FinishedTurns, answers: list[dict[str, Any]]) -> None:
         """Adds turns to the episode.

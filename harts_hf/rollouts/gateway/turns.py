@@ -14,7 +14,7 @@ from harts_hf.rollouts.gateway.requests import ApiError, ChatRequest
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnLimits:
+class LengthLimits:
     """What a turn may be.
 
     Attributes:
@@ -95,8 +95,13 @@ class TurnSource(ABC):
         """
 
     @abstractmethod
-    def finish(self, pending: PendingTurns, recording: Recording, sampled: Any) -> FinishedTurns:
-        """What was sampled, as turns and messages; nothing is recorded yet."""
+    def finish(self, pending: PendingTurns, recording: Recording) -> FinishedTurns:
+        """What was sampled, as turns and messages, once it is there; nothing is recorded yet.
+
+        Raises:
+            ApiError: what was sampled leaves no room.
+            EngineError: the engine could not sample.
+        """
 
 
 class EngineTurns(TurnSource):
@@ -109,7 +114,9 @@ class EngineTurns(TurnSource):
         limits: what a turn may be.
     """
 
-    def __init__(self, engine: Engine, chat_format: ChatFormat, *, end_ids: Sequence[int], limits: TurnLimits) -> None:
+    def __init__(
+        self, engine: Engine, chat_format: ChatFormat, *, end_ids: Sequence[int], limits: LengthLimits
+    ) -> None:
         self._engine = engine
         self._format = chat_format
         self._end_ids = tuple(end_ids)
@@ -139,7 +146,8 @@ class EngineTurns(TurnSource):
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from error
 
-    def finish(self, pending: PendingTurns, recording: Recording, sampled: Any) -> FinishedTurns:
+    def finish(self, pending: PendingTurns, recording: Recording) -> FinishedTurns:
+        turns = pending.sampled.result()
         history = pending.history
         assert history is not None
         choices = [
@@ -149,9 +157,9 @@ class EngineTurns(TurnSource):
                 len(turn.token_ids),
                 pending.request.stop,
             )
-            for turn in sampled
+            for turn in turns
         ]
-        return FinishedTurns(history, list(sampled), choices)
+        return FinishedTurns(history, list(turns), choices)
 
     def _message(self, request: ChatRequest, turn: SampledTurn, history: list[int]) -> AssistantMessage:
         message = self._format.parse(turn.token_ids, request, history=history)

@@ -7,94 +7,75 @@ server has ``/v1/chat/completions`` only, which tokenises every history anew.
 
 import json
 import math
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
-import httpx
-
-from harts_hf.rollouts.engines import EngineError, SampledTurn, SamplingSettings
+from harts_hf.rollouts.engines import Engine, EngineError, SampledTurn, SamplingSettings
+from harts_hf.rollouts.engines.vllm_http import HTTPAnswerError, ServerClient
+from harts_hf.rollouts.engines.vllm_server import VLLMServerEngine
 from harts_hf.rollouts.fields import shortened
 from harts_hf.rollouts.gateway.answers import AssistantMessage, ToolCall
 from harts_hf.rollouts.gateway.formats import ChatFormat
 from harts_hf.rollouts.gateway.recording import Recording
 from harts_hf.rollouts.gateway.requests import ApiError, ChatRequest
-from harts_hf.rollouts.gateway.turns import FinishedTurns, PendingTurns, TurnLimits, TurnSource, finished
+from harts_hf.rollouts.gateway.turns import FinishedTurns, LengthLimits, PendingTurns, TurnSource, finished
 
+# What the agent's messages are to blame for.
+_REFUSALS = {400, 413, 422}
 _CONTEXT_LENGTH = "This model's maximum context length"
 
 
 class VLLMServer:
-    """A vLLM server, over plain HTTP. Thread-safe. Its key, if it has one, is the environment variable VLLM_API_KEY.
+    """What a vLLM server answers to chat requests. Thread-safe.
 
     Args:
-        base_url: such as ``http://127.0.0.1:8000``.
-        model: name of the served model; the first that it serves by default.
-        timeout: seconds that an answer may take.
-
-    Raises:
-        EngineError: a server that does not answer.
+        client: asks it.
+        model: name of the served model.
     """
 
-    def __init__(self, base_url: str, *, model: str | None = None, timeout: float = 600.0) -> None:
-        key = os.environ.get("VLLM_API_KEY")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=256)
-        self._client = httpx.Client(base_url=base_url, headers=headers, timeout=timeout, limits=limits)
-        self.model = model or self._first_model()
+    def __init__(self, client: ServerClient, model: str) -> None:
+        self._client = client
+        self.model = model
 
     @classmethod
-    def from_args(cls, args: Any) -> "VLLMServer":
-        """The server that a trainer's arguments (a ``GRPOConfig``) name."""
-        return cls(args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}")
-
-    def _first_model(self) -> str:
-        try:
-            answer = self._client.get("/v1/models").raise_for_status().json()
-            return str(answer["data"][0]["id"])
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            raise EngineError(f"expected a vLLM server that lists its models, got {type(error).__name__}") from error
-
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Posts to a path.
+    def of_engine(cls, engine: Engine) -> "VLLMServer":
+        """The server that an engine samples on.
 
         Raises:
-            ApiError: the server refuses the request (4xx but 404).
+            ValueError: an engine without one.
+        """
+        if not isinstance(engine, VLLMServerEngine):
+            raise ValueError(f"expected an engine that samples on a vLLM server, got {type(engine).__name__}")
+        return cls(engine.client, engine.model)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Posts to a path; see :meth:`answer`."""
+        return self.answer(self.start(path, body))
+
+    def start(self, path: str, body: dict[str, Any]) -> "Future[dict[str, Any]]":
+        """Begins posting to a path; cancelling drops the connection."""
+        return self._client.start(self._client.request("POST", path, {**body, "model": self.model}))
+
+    def answer(self, posted: "Future[dict[str, Any]]") -> dict[str, Any]:
+        """Waits for the answer to what was posted.
+
+        Raises:
+            ApiError: the server refuses the request (400, 413, 422).
             EngineError: no answer, or one of another form.
         """
         try:
-            response = self._client.post(path, json={**body, "model": self.model})
-        except httpx.HTTPError as error:
-            raise EngineError(
-                f"expected an answer of the vLLM server to {path}, got {type(error).__name__}"
-            ) from error
-        if response.status_code == 404:
-            raise EngineError(
-                f"expected a vLLM server that answers {path}, got 404 ({_error_of(response)}): it needs vLLM 0.31 or "
-                "later, started with --enable-scale-out, and to serve the model "
-                f"{self.model!r}"
-            )
-        if 400 <= response.status_code < 500:
-            message = _error_of(response)
-            code = "context_length_exceeded" if message.startswith(_CONTEXT_LENGTH) else None
-            raise ApiError(400, message, code=code, param="messages")
-        try:
-            answer = response.raise_for_status().json()
-        except (httpx.HTTPStatusError, ValueError) as error:
-            raise EngineError(
-                f"expected JSON from the vLLM server for {path}, got {response.status_code} ({_error_of(response)})"
-            ) from error
-        if not isinstance(answer, dict):
-            raise EngineError(f"expected an object from the vLLM server for {path}, got {shortened(answer)}")
-        return answer
-
-
-def _error_of(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return shortened(response.text)
+            return posted.result()
+        except HTTPAnswerError as error:
+            if error.status in _REFUSALS:
+                message = str(error).partition(f"HTTP {error.status}: ")[2] or str(error)
+                code = "context_length_exceeded" if message.startswith(_CONTEXT_LENGTH) else None
+                raise ApiError(400, message, code=code, param="messages") from error
+            if error.status == 404:
+                raise EngineError(
+                    f"{error}. Was the server (vLLM 0.31 or later) started with --enable-scale-out?"
+                ) from error
+            raise
 
 
 class VLLMFormat(ChatFormat):
@@ -103,16 +84,19 @@ class VLLMFormat(ChatFormat):
     Args:
         tokenizer: the trainer's, for decoding and to tokenise what the template writes anew in a repaired answer.
         server: the one that samples.
+
+    Attributes:
+        server: likewise; may be exchanged for another connection to it.
     """
 
     def __init__(self, tokenizer: Any, server: VLLMServer) -> None:
         super().__init__(tokenizer)
-        self._server = server
+        self.server = server
 
     def render(self, request: ChatRequest) -> list[int]:
         # The server refuses a prompt that leaves no room for max_tokens; how many there are is decided afterwards.
         body = {**chat_body(request), "max_tokens": 1}
-        answer = self._server.post("/v1/chat/completions/render", body)
+        answer = self.server.post("/v1/chat/completions/render", body)
         return _token_ids(answer.get("token_ids"), "token_ids of a rendered request")
 
     def parse(self, ids: Sequence[int], request: ChatRequest, *, history: Sequence[int]) -> AssistantMessage:
@@ -120,9 +104,9 @@ class VLLMFormat(ChatFormat):
             "request_id": "turn",
             "choices": [{"index": 0, "token_ids": list(ids), "finish_reason": "stop"}],
         }
-        chat_request = {**chat_body(request), "model": self._server.model}
+        chat_request = {**chat_body(request), "model": self.server.model}
         body = {"generate_response": generated, "chat_request": chat_request, "prompt_tokens": len(history)}
-        answer = self._server.post("/v1/chat/completions/derender", body)
+        answer = self.server.post("/v1/chat/completions/derender", body)
         return _message(_choices(answer, 1)[0])
 
 
@@ -137,7 +121,6 @@ class VLLMChatTurns(TurnSource):
         server: the one that samples.
         settings: how tokens are drawn.
         limits: what a turn may be.
-        max_concurrent: requests in flight.
     """
 
     def __init__(
@@ -146,14 +129,12 @@ class VLLMChatTurns(TurnSource):
         server: VLLMServer,
         *,
         settings: SamplingSettings,
-        limits: TurnLimits,
-        max_concurrent: int = 64,
+        limits: LengthLimits,
     ) -> None:
         self._format = VLLMFormat(tokenizer, server)  # nothing is rendered or parsed by it
         self._server = server
         self._settings = settings
         self._limits = limits
-        self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="vllm-chat")
 
     def open_recording(self) -> Recording:
         return Recording(self._format, self._settings.end_token_ids)
@@ -176,10 +157,11 @@ class VLLMChatTurns(TurnSource):
             "return_token_ids": True,
             "include_stop_str_in_output": True,
         }
-        sampled = self._threads.submit(self._server.post, "/v1/chat/completions", body)
+        sampled = self._server.start("/v1/chat/completions", body)
         return PendingTurns(request=request, history=None, sampled=sampled)
 
-    def finish(self, pending: PendingTurns, recording: Recording, sampled: Any) -> FinishedTurns:
+    def finish(self, pending: PendingTurns, recording: Recording) -> FinishedTurns:
+        sampled = self._server.answer(pending.sampled)
         prompt_ids = _token_ids(sampled.get("prompt_token_ids"), "prompt_token_ids (vLLM's return_token_ids)")
         history = recording.adopt(prompt_ids)
         room = self._limits.room(history)

@@ -1,11 +1,11 @@
 """Collecting agents' episodes as TRL's ``rollout_func``: rows, rewards, seeds, failures."""
 
 import contextlib
+import json
 import logging
 import sys
 import threading
 import time
-import types
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -16,6 +16,7 @@ from support.agents import ScriptedEngine, chat_tokenizer, odd_tokens
 from harts_hf.rollouts.checks import check_rollouts
 from harts_hf.rollouts.engines import EngineError
 from harts_hf.rollouts.gateway import AgentError, AgentRolloutCollector, CommandAgent, agent_reward
+from harts_hf.rollouts.gateway import collector as collector_module
 from harts_hf.rollouts.gateway.episodes import group_prompts
 
 TOKENIZER = chat_tokenizer()
@@ -50,11 +51,10 @@ def answer(request, choice):
 
 
 @pytest.fixture
-def trainer(monkeypatch):
+def trainer(monkeypatch, tmp_path):
     """What a collector uses of a trainer, and an engine in place of the trainer's own."""
-    module = types.ModuleType("harts_hf.rollouts.engines.opening")
     trainer = SimpleNamespace(
-        args=SimpleNamespace(seed=3, num_generations=4, max_completion_length=500),
+        args=SimpleNamespace(seed=3, num_generations=4, max_completion_length=500, output_dir=str(tmp_path)),
         state=SimpleNamespace(global_step=0),
         accelerator=SimpleNamespace(process_index=0),
         model=SimpleNamespace(training=True),
@@ -74,8 +74,7 @@ def trainer(monkeypatch):
             trainer.engines.append(engine)
             yield engine
 
-    module.open_engine = open_engine
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(collector_module, "open_engine", open_engine)
     return trainer
 
 
@@ -252,6 +251,22 @@ def test_an_engine_that_fails_ends_the_run(trainer, collect):
     with pytest.raises(EngineError, match="expected a server, got none"):
         collect(patient, timeout=60)(PROMPTS, trainer)
     assert time.monotonic() - started < 10
+
+
+def test_what_was_sampled_before_a_failure_lies_on_disk(trainer, collect, tmp_path):
+    """A reward function that fails after the agents' work: the exception names a rollout file."""
+
+    def broken(episode):
+        raise KeyError("judge")
+
+    with pytest.raises(KeyError) as error:
+        collect(two_turns, reward=broken)(PROMPTS, trainer)
+    (path,) = (tmp_path / "salvaged").iterdir()
+    assert str(path) in error.value.__notes__[0]
+    rollouts = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rollouts) == 12 and {rollout["group"] for rollout in rollouts} == {0, 1}
+    assert all(len(one["token_ids"]) == len(one["loss_mask"]) == len(one["old_logprobs"]) for one in rollouts)
+    assert all("reward" in one for one in rollouts)
 
 
 def test_commands_play_episodes(trainer, collect):

@@ -12,7 +12,7 @@ import pytest
 from support.agents import WEATHER, ScriptedEngine, chat_tokenizer, odd_tokens, running
 
 from harts_hf.rollouts.engines import EngineError
-from harts_hf.rollouts.gateway import EngineTurns, Gateway, TrlFormat, TurnLimits
+from harts_hf.rollouts.gateway import EngineTurns, Gateway, LengthLimits, TrlFormat
 from harts_hf.rollouts.gateway.server import MAX_BODY_BYTES
 
 TOKENIZER = chat_tokenizer()
@@ -47,7 +47,7 @@ def serve(gateway):
         context = running(engine)
         context.__enter__()
         stack.append(context)
-        limits = TurnLimits(
+        limits = LengthLimits(
             max_turn_tokens=max_turn_tokens, max_completion_tokens=max_completion_tokens, max_positions=max_positions
         )
         source = EngineTurns(engine, TrlFormat(TOKENIZER), end_ids=(END,), limits=limits)

@@ -8,7 +8,7 @@ import pytest
 from support.agents import ScriptedEngine, running
 
 from harts_hf.rollouts.agents.shelf import ShelfAgent
-from harts_hf.rollouts.gateway import AgentAccess, EngineTurns, Gateway, TurnLimits
+from harts_hf.rollouts.gateway import AgentAccess, EngineTurns, Gateway, LengthLimits
 from harts_hf.rollouts.gateway.requests import read_request
 
 AGENT = ShelfAgent()
@@ -44,7 +44,7 @@ def test_a_turns_last_two_words_are_a_call(text, content, thinking, call):
 def play(speak):
     """One episode of a policy whose turns are texts."""
     engine = ScriptedEngine(lambda request, choice: ids_of(speak(TOKENIZER.decode(request.history))), end_ids=(END,))
-    limits = TurnLimits(max_turn_tokens=3, max_completion_tokens=64)
+    limits = LengthLimits(max_turn_tokens=3, max_completion_tokens=64)
     source = EngineTurns(engine, FORMAT, end_ids=(END,), limits=limits)
     with running(engine), Gateway() as gateway:
         session = gateway.open(source, seed_of=lambda number: number, max_turns=4)

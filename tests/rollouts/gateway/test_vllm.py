@@ -1,7 +1,6 @@
 """A vLLM server's rendering, parsing and plain chat, against a fake one whose answers have vLLM 0.31's form."""
 
 import json
-from types import SimpleNamespace
 
 import httpx
 import openai
@@ -9,19 +8,29 @@ import pytest
 from support.agents import WEATHER, ScriptedEngine, chat_tokenizer, odd_tokens, running
 
 from harts_hf.rollouts.engines import EngineError, SamplingSettings
-from harts_hf.rollouts.gateway import ApiError, EngineTurns, Gateway, TrlFormat, TurnLimits
+from harts_hf.rollouts.engines.vllm_http import ServerClient
+from harts_hf.rollouts.gateway import ApiError, EngineTurns, Gateway, LengthLimits, TrlFormat
 from harts_hf.rollouts.gateway.requests import read_request
 from harts_hf.rollouts.gateway.vllm import VLLMChatTurns, VLLMFormat, VLLMServer
 
 TOKENIZER = chat_tokenizer()
 LOCAL = TrlFormat(TOKENIZER)
 END = TOKENIZER.eos_token_id
-LIMITS = TurnLimits(max_turn_tokens=200, max_completion_tokens=900, max_positions=1000)
+LIMITS = LengthLimits(max_turn_tokens=200, max_completion_tokens=900, max_positions=1000)
 CALL = (
     "I look.\n</think>\n\nSure.\n\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
     "</function>\n</tool_call><|im_end|>"
 )
 USER = [{"role": "user", "content": "hello, the weather of Paris?"}]
+
+
+CLIENTS = []
+
+
+def server():
+    """The fake server as the gateway asks it."""
+    CLIENTS.append(ServerClient("http://vllm", retries=0))
+    return VLLMServer(CLIENTS[-1], "tiny")
 
 
 class FakeVLLM:
@@ -34,8 +43,6 @@ class FakeVLLM:
 
     def __call__(self, request):
         path = request.url.path
-        if path == "/v1/models":
-            return httpx.Response(200, json={"object": "list", "data": [{"id": "tiny", "max_model_len": 1000}]})
         body = json.loads(request.content)
         self.bodies.append((path, body))
         handler = {
@@ -93,15 +100,17 @@ class FakeVLLM:
 
 @pytest.fixture
 def fake(monkeypatch):
-    """A fake server behind every ``httpx.Client`` that is made."""
+    """A fake server behind every ``httpx.AsyncClient`` that is made."""
     fake = FakeVLLM()
 
-    class Client(httpx.Client):
+    class Client(httpx.AsyncClient):
         def __init__(self, **settings):
             super().__init__(**settings, transport=httpx.MockTransport(fake))
 
-    monkeypatch.setattr(httpx, "Client", Client)
-    return fake
+    monkeypatch.setattr(httpx, "AsyncClient", Client)
+    yield fake
+    while CLIENTS:
+        CLIENTS.pop().close()
 
 
 def request_of(messages=USER, **fields):
@@ -110,7 +119,7 @@ def request_of(messages=USER, **fields):
 
 def test_rendering_and_parsing_are_the_servers(fake):
     """Token ids of render; messages of derender, whose thinking is called ``reasoning``."""
-    chat = VLLMFormat(TOKENIZER, VLLMServer("http://vllm"))
+    chat = VLLMFormat(TOKENIZER, server())
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
     said = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]}
     request = request_of(
@@ -131,7 +140,7 @@ def test_rendering_and_parsing_are_the_servers(fake):
 def test_an_episode_with_splicing_between_render_and_generate(fake):
     """The second history has the sampled ids, not those that the server's tokenizer would choose."""
     engine = ScriptedEngine(lambda request, choice: odd_tokens(TOKENIZER, CALL, seed=1), end_ids=(END,))
-    source = EngineTurns(engine, VLLMFormat(TOKENIZER, VLLMServer("http://vllm")), end_ids=(END,), limits=LIMITS)
+    source = EngineTurns(engine, VLLMFormat(TOKENIZER, server()), end_ids=(END,), limits=LIMITS)
     with running(engine), Gateway() as gateway:
         session = gateway.open(source, seed_of=lambda number: number, max_turns=4)
         _two_turns(session)
@@ -151,7 +160,7 @@ def _two_turns(session):
 
 def chat_turns(**changes):
     settings = SamplingSettings(temperature=0.7, top_k=5, end_token_ids=(END,))
-    return VLLMChatTurns(TOKENIZER, VLLMServer("http://vllm"), settings=settings, limits=LIMITS, **changes)
+    return VLLMChatTurns(TOKENIZER, server(), settings=settings, limits=LIMITS, **changes)
 
 
 def test_plain_chat_tokenises_histories_anew_and_counts_the_drift(fake):
@@ -181,7 +190,7 @@ def test_over_the_context_length_of_the_server(fake):
     message = "This model's maximum context length is 1000 tokens. However, you requested 1 output tokens"
     fake.change = lambda path, answer: (400, {"error": {"message": message, "type": "BadRequestError", "code": 400}})
     with pytest.raises(ApiError, match="maximum context length is 1000") as error:
-        VLLMFormat(TOKENIZER, VLLMServer("http://vllm")).render(request_of())
+        VLLMFormat(TOKENIZER, server()).render(request_of())
     assert error.value.code == "context_length_exceeded" and error.value.status == 400
 
 
@@ -191,10 +200,10 @@ def test_over_the_context_length_of_the_server(fake):
         (
             404,
             {"detail": "Not Found"},
-            "expected a vLLM server that answers /v1/chat/completions/render, got 404 .*scale-out",
+            "HTTP 404: .*Not Found.*--enable-scale-out",
         ),
-        (500, {"error": {"message": "boom"}}, "expected JSON from the vLLM server .*got 500 .boom."),
-        (200, [1], "expected an object from the vLLM server"),
+        (500, {"error": {"message": "boom"}}, "chat/completions/render: HTTP 500: boom"),
+        (200, [1], "expected a JSON object, got"),
         (200, {"token_ids": None}, "expected token_ids of a rendered request"),
         (200, {"token_ids": ["a"]}, "expected token_ids of a rendered request"),
     ],
@@ -203,7 +212,7 @@ def test_a_server_that_answers_otherwise_is_an_engines_error(fake, status, answe
     """It ends the run, and says what was expected."""
     fake.change = lambda path, _: (status, answer)
     with pytest.raises(EngineError, match=message):
-        VLLMFormat(TOKENIZER, VLLMServer("http://vllm")).render(request_of())
+        VLLMFormat(TOKENIZER, server()).render(request_of())
 
 
 @pytest.mark.parametrize(
@@ -230,18 +239,11 @@ def test_plain_chat_without_what_training_needs(fake, change, message):
     recording = source.open_recording()
     pending = source.start(request_of(), recording, seed=0)
     with pytest.raises(EngineError, match=message):
-        source.finish(pending, recording, pending.sampled.result(10))
+        source.finish(pending, recording)
 
 
-def test_servers_are_those_of_the_trainers_arguments(fake, monkeypatch):
-    """A base URL, or host and port; the key comes from the environment and is in no error."""
-    monkeypatch.setenv("VLLM_API_KEY", "sk-secret")
-    for url in (None, "http://vllm:9"):
-        args = SimpleNamespace(vllm_server_base_url=url, vllm_server_host="vllm", vllm_server_port=9)
-        server = VLLMServer.from_args(args)
-        assert server.model == "tiny" and str(server._client.base_url).rstrip("/") == "http://vllm:9"
-        assert server._client.headers["authorization"] == "Bearer sk-secret"
-    fake.change = lambda path, answer: (500, {})
-    with pytest.raises(EngineError) as error:
-        server.post("/v1/chat/completions/render", {"messages": USER, "max_tokens": 1})
-    assert "sk-secret" not in str(error.value)
+def test_only_engines_on_a_server_have_one():
+    """A chat format that asks a server, beside an engine in this process."""
+    engine = ScriptedEngine(lambda request, choice: [1], end_ids=(END,))
+    with pytest.raises(ValueError, match="expected an engine that samples on a vLLM server, got ScriptedEngine"):
+        VLLMServer.of_engine(engine)
