@@ -141,10 +141,8 @@ class EngineTurns(TurnSource):
             count=request.count,
             stop=request.stop,
         )
-        try:
-            return PendingTurns(request=request, history=history, sampled=self._engine.submit(turn))
-        except ValueError as error:
-            raise ApiError(400, str(error), param="messages") from error
+        # There is room: what the engine refuses now, such as ids outside the vocabulary, is no fault of the agent's.
+        return PendingTurns(request=request, history=history, sampled=self._engine.submit(turn))
 
     def finish(self, pending: PendingTurns, recording: Recording) -> FinishedTurns:
         turns = pending.sampled.result()

@@ -32,11 +32,13 @@ class VLLMServer:
     Args:
         client: asks it.
         model: name of the served model.
+        vocab_size: the trainer's; token ids lie below it.
     """
 
-    def __init__(self, client: ServerClient, model: str) -> None:
+    def __init__(self, client: ServerClient, model: str, *, vocab_size: int) -> None:
         self._client = client
         self.model = model
+        self._vocab_size = vocab_size
 
     @classmethod
     def of_engine(cls, engine: Engine) -> "VLLMServer":
@@ -47,7 +49,7 @@ class VLLMServer:
         """
         if not isinstance(engine, VLLMServerEngine):
             raise ValueError(f"expected an engine that samples on a vLLM server, got {type(engine).__name__}")
-        return cls(engine.client, engine.model)
+        return cls(engine.client, engine.model, vocab_size=engine.vocab_size)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Posts to a path; see :meth:`answer`."""
@@ -77,6 +79,21 @@ class VLLMServer:
                 ) from error
             raise
 
+    def token_ids(self, ids: Any, what: str) -> list[int]:
+        """Token ids of an answer, checked.
+
+        Raises:
+            EngineError: they are none, or the server has another vocabulary than the trainer.
+        """
+        if not isinstance(ids, list) or not all(isinstance(token, int) and token >= 0 for token in ids):
+            raise EngineError(f"expected {what} from the vLLM server, a list of integers, got {shortened(ids)}")
+        if ids and max(ids) >= self._vocab_size:
+            raise EngineError(
+                f"expected {what} below the trainer's {self._vocab_size} from the vLLM server, got {max(ids)}: is its "
+                "tokenizer another one?"
+            )
+        return ids
+
 
 class VLLMFormat(ChatFormat):
     """Rendering and parsing by a vLLM server's scale-out endpoints.
@@ -97,7 +114,7 @@ class VLLMFormat(ChatFormat):
         # The server refuses a prompt that leaves no room for max_tokens; how many there are is decided afterwards.
         body = {**chat_body(request), "max_tokens": 1}
         answer = self.server.post("/v1/chat/completions/render", body)
-        return _token_ids(answer.get("token_ids"), "token_ids of a rendered request")
+        return self.server.token_ids(answer.get("token_ids"), "token_ids of a rendered request")
 
     def parse(self, ids: Sequence[int], request: ChatRequest, *, history: Sequence[int]) -> AssistantMessage:
         generated = {
@@ -162,12 +179,15 @@ class VLLMChatTurns(TurnSource):
 
     def finish(self, pending: PendingTurns, recording: Recording) -> FinishedTurns:
         sampled = self._server.answer(pending.sampled)
-        prompt_ids = _token_ids(sampled.get("prompt_token_ids"), "prompt_token_ids (vLLM's return_token_ids)")
+        prompt_ids = self._server.token_ids(
+            sampled.get("prompt_token_ids"), "prompt_token_ids (vLLM's return_token_ids)"
+        )
         history = recording.adopt(prompt_ids)
         room = self._limits.room(history)
         turns, choices = [], []
         for choice in _choices(sampled, pending.request.count):
-            turn = _turn(choice, self._settings.end_token_ids)
+            ids = self._server.token_ids(choice.get("token_ids"), "token_ids (vLLM's return_token_ids)")
+            turn = _turn(choice, ids, self._settings.end_token_ids)
             if len(turn.token_ids) > room:
                 raise ApiError(
                     400,
@@ -231,14 +251,7 @@ def _message(choice: dict[str, Any]) -> AssistantMessage:
     return AssistantMessage(content=message.get("content") or "", reasoning_content=thinking, tool_calls=calls)
 
 
-def _token_ids(ids: Any, what: str) -> list[int]:
-    if not isinstance(ids, list) or not all(isinstance(token, int) and token >= 0 for token in ids):
-        raise EngineError(f"expected {what} from the vLLM server, a list of integers, got {shortened(ids)}")
-    return ids
-
-
-def _turn(choice: dict[str, Any], end_ids: Sequence[int]) -> SampledTurn:
-    ids = _token_ids(choice.get("token_ids"), "token_ids (vLLM's return_token_ids)")
+def _turn(choice: dict[str, Any], ids: list[int], end_ids: Sequence[int]) -> SampledTurn:
     try:
         logprobs = tuple(float(entry["logprob"]) for entry in choice["logprobs"]["content"])
     except (LookupError, TypeError, ValueError) as error:

@@ -15,6 +15,7 @@ from support.agents import ScriptedEngine, chat_tokenizer, odd_tokens
 
 from harts_hf.rollouts.checks import check_rollouts
 from harts_hf.rollouts.engines import EngineError
+from harts_hf.rollouts.episodes import read_episodes
 from harts_hf.rollouts.gateway import AgentError, AgentRolloutCollector, CommandAgent, agent_reward
 from harts_hf.rollouts.gateway import collector as collector_module
 from harts_hf.rollouts.gateway.episodes import group_prompts
@@ -56,7 +57,7 @@ def trainer(monkeypatch, tmp_path):
     trainer = SimpleNamespace(
         args=SimpleNamespace(seed=3, num_generations=4, max_completion_length=500, output_dir=str(tmp_path)),
         state=SimpleNamespace(global_step=0),
-        accelerator=SimpleNamespace(process_index=0),
+        accelerator=SimpleNamespace(process_index=0, num_processes=1),
         model=SimpleNamespace(training=True),
         processing_class=TOKENIZER,
         eos_token_ids=[END],
@@ -97,9 +98,8 @@ def test_rows_and_rewards(trainer, collect):
     collector = collect(two_turns)
     out = collector(PROMPTS, trainer)
     assert out["episode"] == [index for index in range(6) for _ in range(2)]
-    rows = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
-    assert all(len(out[name]) == 12 for name in rows)
-    check_rollouts({name: out[name] for name in rows}, 12)
+    assert all(len(out[name]) == 12 for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask"))
+    check_rollouts(out, 6)
     assert out["num_turns"] == [2] * 6 and out["tree"] == [0, 0, 1, 1, 1, 1]
     assert out["agent_reward"] == [episode.result for episode in collector.last_episodes]
     assert agent_reward(prompts=PROMPTS, agent_reward=out["agent_reward"]) == out["agent_reward"]
@@ -232,6 +232,27 @@ def test_when_every_agent_fails_the_run_ends(trainer, collect):
 
     with pytest.raises(AgentError, match=r"expected an agent that comes to its end, got 6 failures \(6 raised\)"):
         collect(agent)(PROMPTS, trainer)
+
+
+def test_of_several_processes_one_may_have_bad_luck(trainer, collect):
+    """A call without a sample is one of empty episodes; the second in a row ends the run."""
+    trainer.accelerator.num_processes = 4
+
+    def agent(task, *, base_url, api_key):
+        if task == "hello":
+            raise KeyError("tool")
+        return one_turn(task, base_url=base_url, api_key=api_key)
+
+    collector = collect(agent)
+    for _ in range(2):
+        out = collector(["hello"] * 2, trainer)
+        assert out["episode"] == out["prompt_ids"] == [] and out["agent_reward"] == [None, None]
+        check_rollouts(out, 2)
+        assert read_episodes(out, 2, END)[1].is_empty.all()
+        collector(PROMPTS, trainer)
+    collector(["hello"] * 2, trainer)
+    with pytest.raises(AgentError, match="got 2 failures"):
+        collector(["hello"] * 2, trainer)
 
 
 def test_an_engine_that_fails_ends_the_run(trainer, collect):

@@ -341,6 +341,19 @@ def test_an_engine_that_fails_is_told_to_whoever_runs_it(gateway, serve, stream)
     assert told.is_set() and isinstance(gateway.error, EngineError)
 
 
+def test_ids_outside_the_vocabulary_are_no_fault_of_the_agents(gateway, serve):
+    """A tokenizer with more tokens than the model: the run cannot go on."""
+    engine, open_session = serve()
+
+    def refuse(request):
+        raise ValueError("expected token ids below 9")
+
+    engine.submit = refuse
+    with pytest.raises(openai.InternalServerError, match="the gateway failed: ValueError"):
+        ask(open_session())
+    assert str(gateway.error) == "expected token ids below 9"
+
+
 def test_many_at_a_time(serve):
     """Forty episodes with two requests in flight each, sampled in one thread: none has a token of another."""
     engine, open_session = serve(

@@ -30,7 +30,7 @@ CLIENTS = []
 def server():
     """The fake server as the gateway asks it."""
     CLIENTS.append(ServerClient("http://vllm", retries=0))
-    return VLLMServer(CLIENTS[-1], "tiny")
+    return VLLMServer(CLIENTS[-1], "tiny", vocab_size=500)
 
 
 class FakeVLLM:
@@ -206,6 +206,11 @@ def test_over_the_context_length_of_the_server(fake):
         (200, [1], "expected a JSON object, got"),
         (200, {"token_ids": None}, "expected token_ids of a rendered request"),
         (200, {"token_ids": ["a"]}, "expected token_ids of a rendered request"),
+        (
+            200,
+            {"token_ids": [1, 500]},
+            "expected token_ids .* below the trainer's 500 .*got 500: is its tokenizer another",
+        ),
     ],
 )
 def test_a_server_that_answers_otherwise_is_an_engines_error(fake, status, answer, message):
