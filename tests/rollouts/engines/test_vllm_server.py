@@ -70,8 +70,8 @@ def scores(model, history, turn, settings) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"temperature": 0.7}, {"top_k": 5, "temperature": 1.3}, {"top_p": 0.6, "min_p": 0.05}],
-    ids=["temperature", "top_k", "top_p"],
+    [{"temperature": 0.7}, {"top_k": 5, "temperature": 1.3}, {"top_p": 0.6}, {"min_p": 0.3}],
+    ids=["temperature", "top_k", "top_p", "min_p"],
 )
 def test_logprobs_are_of_what_was_drawn(server, model, settings):
     """Log-probs of forked turns equal the unpatched model's, after all that cuts the distribution."""
@@ -88,7 +88,7 @@ def test_logprobs_are_of_what_was_drawn(server, model, settings):
 
 
 def test_entropies(server, model):
-    """With all tokens asked for they are exact; with fewer, the rest is one token, so they are not above."""
+    """Of the likeliest tokens and the drawn one, the rest taken as one token; exact with all of them."""
     request = TurnRequest(history=HISTORIES[1], max_tokens=6, seed=2, entropies=True)
     with open_engine(server, num_top_logprobs=VOCAB) as engine:
         ((whole,),) = sample(engine, request)
@@ -97,7 +97,10 @@ def test_entropies(server, model):
     logprobs = scores(model, request.history, whole, {})
     assert np.abs(np.array(whole.entropies) + (logprobs.exp() * logprobs).sum(-1).numpy()).max() < TOLERANCE
     assert part.token_ids == whole.token_ids
-    assert all(0 < few < every for few, every in zip(part.entropies, whole.entropies, strict=True))
+    for entropy, token, row in zip(part.entropies, part.token_ids, logprobs.exp().double(), strict=True):
+        seen = row[sorted({token, *row.topk(10).indices.tolist()})]
+        groups = torch.cat([seen, 1 - seen.sum(0, keepdim=True)])
+        assert abs(entropy + float((groups * groups.log()).sum())) < TOLERANCE
 
 
 def test_seeds(server):
@@ -225,6 +228,15 @@ def test_malformed_answers(server, change, said):
         server.faults.append(fake_vllm.changed(server, change))
         with pytest.raises(EngineError, match=said):
             sample(engine, TurnRequest(history=(3,), max_tokens=2, seed=0, count=2))
+
+
+def test_choices_in_another_order(server):
+    """Continuations are told apart by their numbers."""
+    request = TurnRequest(history=(3,), max_tokens=4, seed=0, count=3)
+    with open_engine(server) as engine:
+        (expected,) = sample(engine, request)
+        server.faults.append(fake_vllm.changed(server, lambda answer: answer["choices"].reverse()))
+        assert sample(engine, request) == [expected]
 
 
 def test_not_a_number_is_no_logprob(server):
