@@ -63,7 +63,7 @@ class VLLMServerEngine(Engine):
     Example::
 
         settings = SamplingSettings(temperature=1.0, end_token_ids=(tokenizer.eos_token_id,))
-        with VLLMServerEngine("http://localhost:8000", settings, vocab_size=len(tokenizer)) as engine:
+        with VLLMServerEngine("http://localhost:8000", settings=settings, vocab_size=48) as engine:
             future = engine.submit(TurnRequest(history=tuple(ids), max_tokens=64, seed=0, count=8))
             engine.run(until=future.done)
             turns = future.result()
@@ -90,8 +90,8 @@ class VLLMServerEngine(Engine):
     def __init__(
         self,
         base_url: str,
-        settings: SamplingSettings,
         *,
+        settings: SamplingSettings,
         vocab_size: int,
         model: str | None = None,
         max_positions: int | None = None,
@@ -152,7 +152,7 @@ class VLLMServerEngine(Engine):
             with agree(trainer.accelerator):
                 engine = cls(
                     args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
-                    settings,
+                    settings=settings,
                     vocab_size=config.vocab_size,
                     max_positions=getattr(config, "max_position_embeddings", None),
                     options=options,

@@ -46,7 +46,7 @@ def open_engine(server: FakeVLLM, *, end_token_ids=(), **options) -> VLLMServerE
     """An engine with the given settings and options."""
     fields = {name: options.pop(name) for name in ("temperature", "top_k", "top_p", "min_p") if name in options}
     settings = SamplingSettings(end_token_ids=end_token_ids, **fields)
-    engine = VLLMServerEngine(server.url, settings, vocab_size=VOCAB, options=ServerOptions(**options))
+    engine = VLLMServerEngine(server.url, settings=settings, vocab_size=VOCAB, options=ServerOptions(**options))
     server.bodies.clear()  # of the checks at the start
     server.headers.clear()
     return engine
@@ -319,14 +319,16 @@ def test_secrets_are_sent_and_never_shown(server, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
     with pytest.raises(ValueError, match="got both") as both:
-        VLLMServerEngine(server.url.replace("//", "//me:hidden@"), SamplingSettings(), vocab_size=VOCAB)
+        VLLMServerEngine(server.url.replace("//", "//me:hidden@"), settings=SamplingSettings(), vocab_size=VOCAB)
     with open_engine(server) as engine:
         server.faults.append(fake_vllm.status(401, "no key like sesame is known"))
         with pytest.raises(HTTPAnswerError, match=r"HTTP 401: no key like \[secret\] is known") as refused:
             sample(engine, TurnRequest(history=(3,), max_tokens=2, seed=0))
         assert server.headers[-1]["authorization"] == "Bearer sesame"
     monkeypatch.delenv("VLLM_API_KEY")
-    with VLLMServerEngine(server.url.replace("//", "//me:hidden@"), SamplingSettings(), vocab_size=VOCAB) as engine:
+    with VLLMServerEngine(
+        server.url.replace("//", "//me:hidden@"), settings=SamplingSettings(), vocab_size=VOCAB
+    ) as engine:
         assert server.headers[-1]["authorization"].startswith("Basic ")
         server.faults.append(fake_vllm.status(401))
         with pytest.raises(HTTPAnswerError) as password:
@@ -349,7 +351,7 @@ def test_secrets_are_sent_and_never_shown(server, monkeypatch, caplog):
 def test_addresses_that_are_none(url, said):
     """Refused at once, and without showing what may be secret."""
     with pytest.raises(ValueError, match=said) as error:
-        VLLMServerEngine(url, SamplingSettings(), vocab_size=VOCAB)
+        VLLMServerEngine(url, settings=SamplingSettings(), vocab_size=VOCAB)
     assert "hidden" not in str(error.value)
 
 
