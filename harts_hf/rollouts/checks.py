@@ -1,38 +1,49 @@
 """Checks of what a rollout function returns, before any step is lost."""
 
 import math
+import operator
 from typing import Any
+
+from harts_hf.rollouts.episodes import RESERVED_KEYS, ROW_KEYS
+from harts_hf.rollouts.fields import shortened
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 
 
 def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int | None = None) -> None:
-    """Checks a rollout function's output against TRL's contract.
+    """Checks a rollout function's output against TRL's contract, and that of episodes.
 
     Args:
         output: ``prompt_ids``, ``completion_ids``, ``logprobs`` (a list of lists each, or ``logprobs`` None), and
-            optionally ``env_mask`` and ``advantages`` of the completions' lengths.
-        num_prompts: prompts that the function was given; they come repeated, and as many rows go back.
+            optionally ``env_mask`` and ``advantages`` of the completions' lengths. With ``episode`` (for each row the
+            index of its prompt) there may be any number of rows, and every other list has one entry per prompt;
+            without it there is one row per prompt.
+        num_prompts: prompts that the function was given; they come repeated.
         vocab_size: if given, token ids are checked against it.
 
     Raises:
-        ValueError: missing keys, another number of rows, an empty prompt or completion, token ids out of range, a
-            mask, log-probs or advantages of another length or not finite, a mask that is not 0 or 1. A log-prob may be
-            None or NaN: TRL takes it as unknown.
+        ValueError: missing keys, another number of rows, indices of ``episode`` that are none or do not ascend, an
+            empty prompt or completion, token ids out of range, a mask, log-probs or advantages of another length or
+            not finite, a mask that is not 0 or 1. A log-prob may be None or NaN: TRL takes it as unknown.
     """
     if not isinstance(output, dict):
         raise ValueError(f"expected rollout_func to return a dict, got {type(output).__name__}")
     missing = [key for key in REQUIRED if key not in output]
     if missing:
         raise ValueError(f"expected rollout_func to return {', '.join(REQUIRED)}, got no {', '.join(missing)}")
-    for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "advantages"):
+    num_rows = _check_episodes(output, num_prompts) if output.get("episode") is not None else num_prompts
+    for key in ROW_KEYS:
         rows = output.get(key)
-        if rows is not None and len(rows) != num_prompts:
+        if rows is not None and len(rows) != num_rows:
             raise ValueError(
-                f"expected rollout_func to return {num_prompts} rows for {num_prompts} prompts (prompts come already "
-                f"repeated num_generations times), got {len(rows)} in {key!r}"
+                f"expected rollout_func to return {num_rows} rows, as many as 'episode' has entries, got {len(rows)} "
+                f"in {key!r}"
+                if output.get("episode") is not None
+                else f"expected rollout_func to return {num_rows} rows for {num_prompts} prompts (prompts come "
+                "already repeated num_generations times; rollouts of several rows need the key 'episode', the index "
+                f"of each row's prompt), got {len(rows)} in {key!r}"
             )
-    for row in range(num_prompts):
+    for row in range(num_rows):
         for key in ("prompt_ids", "completion_ids"):
             _check_tokens(output[key][row], f"{key}[{row}]", vocab_size)
         length = len(output["completion_ids"][row])
@@ -40,6 +51,42 @@ def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int 
             values = output.get(key)
             if values is not None and values[row] is not None:
                 _check_values(values[row], key, row, length)
+
+
+def _check_episodes(output: dict[str, Any], num_prompts: int) -> int:
+    """The number of rows that ``episode`` names."""
+    reserved = [key for key in RESERVED_KEYS if key in output]
+    if reserved:
+        raise ValueError(
+            f"expected no {', '.join(reserved)} beside 'episode' (reward functions get it from the trainer), got one"
+        )
+    index = output["episode"]
+    if not hasattr(index, "__len__") or isinstance(index, str):
+        raise ValueError(f"expected 'episode' to be a list of indices, one per row, got {shortened(index)}")
+    previous = 0
+    for row, value in enumerate(index):
+        try:
+            number = -1 if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            number = -1
+        if not 0 <= number < num_prompts:
+            raise ValueError(
+                f"expected 'episode' to hold indices of prompts in [0, {num_prompts}), got {shortened(value)} in row "
+                f"{row}"
+            )
+        if number < previous:
+            raise ValueError(
+                "expected the rows of an episode together and in the order of the prompts, got episode "
+                f"{number} after {previous} in row {row}"
+            )
+        previous = number
+    for key, value in output.items():
+        if key not in ROW_KEYS and isinstance(value, list) and len(value) != num_prompts:
+            raise ValueError(
+                f"expected {key!r} to have {num_prompts} entries, one per episode (only {', '.join(ROW_KEYS)} have "
+                f"one per row), got {len(value)}"
+            )
+    return len(index)
 
 
 def _check_tokens(tokens: Any, name: str, vocab_size: int | None) -> None:

@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from harts_hf.rollouts.checks import check_rollouts
-from harts_hf.rollouts.credit import turn_advantages
+from harts_hf.rollouts.credit import tree_advantages
+from harts_hf.rollouts.episodes import Episodes
 from harts_hf.trainers.policy import TreePolicy
 
 
 class TreeAdvantages:
-    """Mixin above a GRPO trainer that checks rollouts and lets ``(B, T)`` advantages reach TRL's batch.
+    """Mixin above a GRPO trainer and :class:`TreeEpisodes` that lets ``(B, T)`` advantages reach TRL's batch.
 
     TRL hands extra keys of a rollout function to the reward functions only, so an ``advantages`` key (one list of
-    numbers per completion token and row) is put aside here and attached to the batch afterwards.
+    numbers per completion token and row) is put aside there and attached to the batch here.
     """
 
     # Whether the trainer's loss knows advantages of shape (B, T).
@@ -28,23 +28,14 @@ class TreeAdvantages:
     scale_rewards: Any
     num_generations: Any
     num_generations_eval: Any
-    # What TreeHooks sets.
+    # What TreeEpisodes and TreeHooks set.
+    _episodes: Episodes | None
+    _given_advantages: list[list[float]] | None
     _tree: TreePolicy
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._given_advantages: list[list[float]] | None = None
         self._rewards_per_func: torch.Tensor | None = None
         super().__init__(*args, **kwargs)
-        if self.rollout_func is not None:
-            self._user_rollout_func = self.rollout_func
-            self.rollout_func = self._checked_rollouts
-
-    def _checked_rollouts(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        output = self._user_rollout_func(prompts, trainer)
-        check_rollouts(output, len(prompts), vocab_size=self._tree.planner.vocab_size)
-        output = dict(output)
-        self._given_advantages = output.pop("advantages", None)
-        return output
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         parent: Any = super()
@@ -64,11 +55,10 @@ class TreeAdvantages:
         Raises:
             ValueError: advantages of another length than the completions, or not finite.
         """
-        self._given_advantages = None
         parent: Any = super()
         output = parent._generate_and_score_completions(inputs)
-        per_token = self._given_advantages
-        if per_token is None and getattr(self.args, "tree_credit", "trajectory") == "turn":
+        per_token: list[Any] | None = self._given_advantages
+        if per_token is None and getattr(self.args, "tree_credit", "trajectory") != "trajectory":
             per_token = self._turn_advantages(output)
         if per_token is not None:
             if not self._accepts_token_advantages:
@@ -88,14 +78,22 @@ class TreeAdvantages:
         unscorable = self._rewards_per_func.isnan().all(dim=1)  # TRL leaves such rows out of every mean
         total = (self._rewards_per_func * weights).nansum(dim=1).masked_fill(unscorable, torch.nan)
         rows = len(output["completion_ids"])
-        rewards = self._local(total, rows, group_size).cpu().numpy()
+        index = np.arange(rows) if self._episodes is None else self._episodes.index
+        rewards = self._local(total, int(index[-1]) + 1, group_size).cpu().numpy()
         prompts = _real(output["prompt_ids"], output["prompt_mask"])
         completions = _real(output["completion_ids"], output["completion_mask"])
         by_policy = _real(output.get("tool_mask", output["completion_mask"]), output["completion_mask"])
         trajectories = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
         spans = [turn_spans(mask, len(prompt)) for mask, prompt in zip(by_policy, prompts, strict=True)]
-        groups = np.arange(len(rewards)) // group_size
-        advantages = turn_advantages(trajectories, spans, rewards, groups, scale=self.scale_rewards)
+        advantages = tree_advantages(
+            self.args.tree_credit,
+            trajectories,
+            spans,
+            rewards[index],
+            index // group_size,
+            scale=self.scale_rewards,
+            episodes=index,
+        )
         return [row[len(prompt) :] for row, prompt in zip(advantages, prompts, strict=True)]
 
     def _local(self, rewards: torch.Tensor, rows: int, group_size: int) -> torch.Tensor:
@@ -108,9 +106,9 @@ class TreeAdvantages:
             return rewards
         if rows % group_size or self.scale_rewards == "batch":
             raise ValueError(
-                f"expected whole groups on each rank and scale_rewards 'group' or 'none' with tree_credit='turn' on "
-                f"several ranks, got {rows} rows a rank for groups of {group_size} and "
-                f"scale_rewards={self.scale_rewards!r}"
+                f"expected whole groups on each rank and scale_rewards 'group' or 'none' with "
+                f"tree_credit={self.args.tree_credit!r} on several ranks, got {rows} rows a rank for groups of "
+                f"{group_size} and scale_rewards={self.scale_rewards!r}"
             )
         first = self.accelerator.process_index * rows
         return rewards[first : first + rows]

@@ -8,8 +8,10 @@ from trl.experimental.gmpo import GMPOConfig
 
 from harts_hf.planner import CostModel, PlannerConfig
 from harts_hf.planner.config import ExecutionChoice, Sharing
+from harts_hf.rollouts.credit import TREE_CREDITS
 
-CREDITS = ("trajectory", "turn")
+CREDITS = ("trajectory", *TREE_CREDITS)
+EPISODE_WEIGHTS = ("sample", "episode")
 LATENTS = ("compressed", "expanded")
 
 
@@ -123,21 +125,57 @@ class TreeOptions:
 
 
 @dataclass
-class TreeGRPOConfig(TreeOptions, GRPOConfig):
+class EpisodeOptions:
     r"""
-    Configuration class for the [`TreeGRPOTrainer`]: every parameter of [`GRPOConfig`], those of [`TreeOptions`], and:
+    Options of trainers whose rollouts may have several samples (`rollout_func` with the key `episode`).
+
+    Parameters:
+        tree_episode_weight (`str`, *optional*, defaults to `"sample"`):
+            How samples count in the objective. `"sample"`: each is a sequence of its own, so the loss is TRL's on the
+            same rows, and a token of a loss that averages over tokens weighs the same however an agent's requests
+            fork. `"episode"`: each episode is one sequence, whose samples share its weight (`1 / samples` each: all of
+            a sample's derivatives and its part of the logged loss are multiplied by it, the KL and entropy terms
+            too), so that a rollout does not weigh more for having forked more often. Means over tokens (`bnpo`,
+            `dapo`, `cispo`, `vespo`) are then over weighted tokens.
+    """
+
+    tree_episode_weight: str = field(
+        default="sample",
+        metadata={
+            "help": "How the samples of an episode count in the objective: each as a sequence ('sample'), or together "
+            "as one ('episode').",
+            "choices": list(EPISODE_WEIGHTS),
+        },
+    )
+
+    def check_episode_options(self) -> None:
+        """Raises ValueError for an option that does not exist."""
+        if self.tree_episode_weight not in EPISODE_WEIGHTS:
+            raise ValueError(
+                f"expected tree_episode_weight to be one of {', '.join(EPISODE_WEIGHTS)}, "
+                f"got {self.tree_episode_weight!r}"
+            )
+
+
+@dataclass
+class TreeGRPOConfig(EpisodeOptions, TreeOptions, GRPOConfig):
+    r"""
+    Configuration class for the [`TreeGRPOTrainer`]: every parameter of [`GRPOConfig`], those of [`TreeOptions`]
+    and [`EpisodeOptions`], and:
 
     Parameters:
         tree_credit (`str`, *optional*, defaults to `"trajectory"`):
-            `"trajectory"` gives every token of a trajectory its group-relative advantage, as TRL does; `"turn"` gives
-            each turn of the policy an advantage of its own from the rewards below it in the tree.
+            `"trajectory"` gives every token of a trajectory its group-relative advantage, as TRL does; the others give
+            each turn of the policy an advantage of its own from the rewards below it in the tree: `"turn"` against the
+            history that it continues, `"branch"` against its siblings at the fork, `"treerl"` and `"tree_grpo"` as
+            those papers have it (docs/forks.md).
     """
 
     tree_credit: str = field(
         default="trajectory",
         metadata={
-            "help": "'trajectory': one group-relative advantage per trajectory, as TRL has it. 'turn': one per turn "
-            "of the policy, from the rewards below it in the tree.",
+            "help": "'trajectory': one group-relative advantage per trajectory, as TRL has it. 'turn', 'branch', "
+            "'treerl', 'tree_grpo': from the rewards below each turn of the policy in the tree.",
             "choices": list(CREDITS),
         },
     )
@@ -145,24 +183,28 @@ class TreeGRPOConfig(TreeOptions, GRPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_tree_options()
+        self.check_episode_options()
         if self.tree_credit not in CREDITS:
             raise ValueError(f"expected tree_credit to be one of {', '.join(CREDITS)}, got {self.tree_credit!r}")
-        if self.tree_credit == "turn" and self.multi_objective_aggregation != "sum_then_normalize":
+        if self.tree_credit != "trajectory" and self.multi_objective_aggregation != "sum_then_normalize":
             raise ValueError(
-                "expected multi_objective_aggregation='sum_then_normalize' with tree_credit='turn' (rewards are "
-                f"summed before they are compared below each turn), got {self.multi_objective_aggregation!r}"
+                f"expected multi_objective_aggregation='sum_then_normalize' with tree_credit={self.tree_credit!r} "
+                "(rewards are summed before they are compared below each turn), got "
+                f"{self.multi_objective_aggregation!r}"
             )
 
 
 @dataclass
-class TreeGMPOConfig(TreeOptions, GMPOConfig):
+class TreeGMPOConfig(EpisodeOptions, TreeOptions, GMPOConfig):
     r"""
-    Configuration class for the [`TreeGMPOTrainer`]: every parameter of [`GMPOConfig`] and those of [`TreeOptions`].
+    Configuration class for the [`TreeGMPOTrainer`]: every parameter of [`GMPOConfig`], those of [`TreeOptions`]
+    and of [`EpisodeOptions`].
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_tree_options()
+        self.check_episode_options()
 
 
 @dataclass

@@ -25,6 +25,7 @@ from harts_hf.trainers.ranks import AccelerateRanks
 from harts_hf.trainers.rows import PaddedRows, token_ids
 from harts_hf.trainers.settings import Settings, SettingsOfSlices, read_settings
 from harts_hf.trainers.skipping import reason_to_score
+from harts_hf.trainers.weighing import WEIGHTS, StepTotals
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -85,6 +86,7 @@ class TreePolicy:
         planner: plans windows by the trainer's settings.
         options: how forwards run.
         slices: of the optimizer step so far.
+        totals: during a step with episodes, what its slices hold together; else None.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -103,6 +105,7 @@ class TreePolicy:
             deterministic=args.tree_deterministic,
         )
         self.slices: list[TRLSlice] = []
+        self.totals: StepTotals | None = None
         self._leaves: SliceLeaves | None = None
         self._settings: SettingsOfSlices | None = None
 
@@ -150,6 +153,7 @@ class TreePolicy:
         slices, self.slices = self.slices, []
         self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
         try:
+            self.totals = self._totals([one.batch for one in slices])
             reasons = [self._reason_to_score(one) for one in slices]
             reason = next((found for found in reasons if found is not None), None)
             return self._update(model, self.trainer.args.device).run(
@@ -162,6 +166,45 @@ class TreePolicy:
             )
         finally:
             self._settings.restore()
+            self.totals = None
+
+    def leaves(self, model: nn.Module, batch: dict[str, Any]) -> SliceLeaves:
+        """Those of the slice whose loss is being computed; elsewhere (evaluation) the scores of a batch."""
+        if self._leaves is not None:
+            return self._leaves
+        rows = PaddedRows.from_batch(batch)
+        values = self._update(model, batch["completion_ids"].device).score(rows, LABEL_VALUES)
+        return self._slice_leaves(batch, values)
+
+    @contextmanager
+    def handing_out(self, leaves: SliceLeaves, log_probs: torch.Tensor, entropies: torch.Tensor) -> Iterator[None]:
+        """Inside, TRL's loss of the same rows sees these ``[B, C]`` values instead."""
+        before = self._leaves
+        self._leaves = replace(leaves, log_probs=log_probs, entropies=entropies, with_grad=torch.is_grad_enabled())
+        try:
+            yield
+        finally:
+            self._leaves = before
+
+    def _totals(self, batches: list[dict[str, Any]]) -> StepTotals | None:
+        with_episodes = [WEIGHTS in batch for batch in batches]
+        if not any(with_episodes):
+            return None
+        if not all(with_episodes):
+            raise ValueError(
+                "expected the key 'episode' from all calls of the rollout function within an optimizer step or from "
+                f"none, got it for {sum(with_episodes)} of {len(batches)} micro-steps"
+            )
+        return StepTotals.of(batches, self.ranks)
+
+    def _slice_leaves(self, batch: dict[str, Any], values: Leaves) -> SliceLeaves:
+        return SliceLeaves(
+            log_probs=values[LOG_PROB],
+            entropies=values[ENTROPY],
+            rows=token_ids(batch),
+            with_grad=torch.is_grad_enabled(),
+            adapters=active_adapters(self.trainer.accelerator.unwrap_model(self.trainer.model)),
+        )
 
     def _update(self, model: nn.Module, device: Any) -> TreeUpdate:
         return TreeUpdate(model, self.planner, self.options, ranks=self.ranks, device=device)
@@ -176,13 +219,7 @@ class TreePolicy:
         assert self._settings is not None
         self._settings.apply(one.number)
         trainer = self.trainer
-        self._leaves = SliceLeaves(
-            log_probs=leaves[LOG_PROB],
-            entropies=leaves[ENTROPY],
-            rows=token_ids(one.batch),
-            with_grad=torch.is_grad_enabled(),
-            adapters=active_adapters(trainer.accelerator.unwrap_model(trainer.model)),
-        )
+        self._leaves = self._slice_leaves(one.batch, leaves)
         try:
             with self.ranks.marked(is_last), trainer.compute_loss_context_manager():
                 loss: Any = trainer.compute_loss(model, one.batch, num_items_in_batch=num_items)

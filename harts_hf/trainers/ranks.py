@@ -58,6 +58,33 @@ class AccelerateRanks(Ranks):
     def _gathered(self, numbers: torch.Tensor) -> torch.Tensor:
         return self.accelerator.gather(numbers.to(self.accelerator.device)[None])
 
+    @contextmanager
+    def gathering_ragged(self) -> Iterator[None]:
+        """Inside, the accelerator gathers tensors of other first dimensions on each rank, which would abort gloo.
+
+        TRL's losses gather one number per row for their metrics, and ranks have different numbers of rows.
+        """
+        if self.count == 1:
+            yield
+            return
+        gather = self.accelerator.gather
+
+        def gather_ragged(tensor: Any) -> Any:
+            if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
+                return gather(tensor)
+            lengths = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
+            padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+            padded[: len(tensor)] = tensor.detach()
+            return torch.cat(
+                [part[:length] for part, length in zip(gather(padded).split(max(lengths)), lengths, strict=True)]
+            )
+
+        self.accelerator.gather = gather_ragged
+        try:
+            yield
+        finally:
+            del self.accelerator.gather
+
     def scoring_model(self, model: nn.Module) -> nn.Module:
         """DDP's inner module, since its forward may broadcast buffers; else the wrapped one."""
         return self.accelerator.unwrap_model(model) if self.accelerator.distributed_type in DDP else model

@@ -1,7 +1,10 @@
 """RLOO on rollout trees."""
 
+from typing import Any
+
 from trl import RLOOTrainer
 
+from harts_hf.errors import UnsupportedModelError
 from harts_hf.trainers.config import TreeRLOOConfig
 from harts_hf.trainers.hooks import TreeHooks
 from harts_hf.trainers.step import TreeStep
@@ -14,3 +17,11 @@ class TreeRLOOTrainer(TreeHooks, RLOOTrainer, TreeStep):  # type: ignore[misc]
     _tag_names = ["trl", "rloo", "harts"]  # noqa: RUF012 - TRL's own convention
 
     _config_class = TreeRLOOConfig
+
+    def __init__(self, model: Any, reward_funcs: Any, args: Any = None, **kwargs: Any) -> None:
+        if kwargs.pop("rollout_func", None) is not None:
+            raise UnsupportedModelError(
+                "expected no rollout_func for TreeRLOOTrainer (TRL's RLOOTrainer has none, and masks no tokens of an "
+                "environment), got one: use TreeGRPOTrainer (scale_rewards='none' compares rewards without scaling)"
+            )
+        super().__init__(model, reward_funcs, args, **kwargs)

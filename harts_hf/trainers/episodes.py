@@ -1,0 +1,213 @@
+"""Episodes in a TRL trainer: rollouts of one or more samples, each rewarded once.
+
+TRL's trainer has one row per rollout from end to end. Here it still samples, rewards and compares rollouts that way,
+each standing for itself with its last sample; the other rows join where TRL pads them into a batch, and stay with
+their episode when it shuffles and splits the batch.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+from trl.data_utils import is_conversational
+
+from harts_hf.rollouts.checks import check_rollouts
+from harts_hf.rollouts.episodes import RESERVED_KEYS, Episodes, read_episodes
+from harts_hf.trainers.lengths import log_lengths
+from harts_hf.trainers.policy import TreePolicy
+from harts_hf.trainers.weighing import UNITS, WEIGHTED_ITEMS, WEIGHTS, StepTotals, Unit, trained, weighed_loss
+
+# Rows per episode of a batch that is grouped by episodes. It comes first: TRL sizes a batch by its first entry.
+_COUNTS = "rows_of_episode"
+
+
+class TreeEpisodes:
+    """Mixin above a GRPO trainer: a rollout function may return ``episode``, and any number of rows per prompt.
+
+    Without that key everything is as in TRL; with a row per episode it comes to the same, bit for bit.
+    """
+
+    # What TRL's trainer sets.
+    model: Any
+    args: Any
+    accelerator: Any
+    rollout_func: Any
+    processing_class: Any
+    tools: Any
+    eos_token_ids: Any
+    loss_type: str
+    # What TreeHooks sets.
+    _tree: TreePolicy
+
+    # Over what the trainer's loss is a mean; None where its loss type says so.
+    _loss_is_mean_over: Unit | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._episodes: Episodes | None = None
+        self._rows: dict[str, Any] = {}  # of the episodes, what the rollout function returned
+        self._given_advantages: list[list[float]] | None = None
+        super().__init__(*args, **kwargs)
+        if self.rollout_func is not None:
+            self._user_rollout_func = self.rollout_func
+            self.rollout_func = self._collect
+
+    def _collect(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """What the rollout function returns, checked; of each episode its last sample."""
+        output: dict[str, Any] = {}
+        error: Exception | None = None
+        try:
+            output = self._user_rollout_func(prompts, trainer)
+            check_rollouts(output, len(prompts), vocab_size=self._tree.planner.vocab_size)
+        except Exception as found:
+            error = found
+        has_episodes = error is None and output.get("episode") is not None
+        self._agree(error, has_episodes)
+        output = dict(output)
+        if has_episodes:
+            output, self._episodes = read_episodes(output, len(prompts), self.eos_token_ids[0])
+            self._rows = output
+        self._given_advantages = output.pop("advantages", None)
+        if self._episodes is None:
+            return output
+        last = self._episodes.last_rows
+        keys = [key for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask") if output.get(key) is not None]
+        return {**output, **{key: [output[key][row] for row in last] for key in keys}}
+
+    def _agree(self, error: Exception | None, has_episodes: bool) -> None:
+        """Raises on every rank what one rank's rollout function raised, before a collective that it would miss."""
+        if self._tree.ranks.count == 1:
+            states = [("", has_episodes)]
+        else:
+            states = gather_object([("" if error is None else f"{type(error).__name__}: {error}", has_episodes)])
+        if error is not None:
+            raise error
+        for rank, (text, _) in enumerate(states):
+            if text:
+                raise ValueError(f"expected rollouts from every process, got an error on process {rank}: {text}")
+        with_key = [rank for rank, (_, has_key) in enumerate(states) if has_key]
+        if 0 < len(with_key) < len(states):
+            raise ValueError(
+                f"expected the key 'episode' from the rollout functions of all {len(states)} processes or of none, "
+                f"got it from {with_key}"
+            )
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        parent: Any = super()
+        generated = parent._generate(prompts)
+        if self._episodes is None:
+            return generated
+        if self.tools:  # TRL has just called them for the last samples
+            raise ValueError("expected rollouts without the key 'episode' where the trainer has tools, got it")
+        _, _, _, completions, _, extra_fields, *images = generated
+        rows = self._rows
+        log_lengths(self, rows, self._episodes)
+        extra_fields = {**extra_fields, "samples": self._samples(prompts, completions)}
+        ids = rows["prompt_ids"], rows["completion_ids"]
+        return (*ids, rows.get("env_mask"), completions, rows["logprobs"], extra_fields, *images)
+
+    def _samples(self, prompts: list[Any], completions: list[Any]) -> list[list[Any]]:
+        """For each episode the completions of its samples, in the form in which TRL gives the last one."""
+        assert self._episodes is not None
+        decoded: list[Any] = self.processing_class.batch_decode(self._rows["completion_ids"], skip_special_tokens=True)
+        if is_conversational({"prompt": prompts[0]}):
+            decoded = [[{"role": "assistant", "content": text}] for text in decoded]
+        samples = self._episodes.of_each(decoded)
+        return [
+            [] if is_empty else [*earlier[:-1], last]
+            for earlier, last, is_empty in zip(samples, completions, self._episodes.is_empty, strict=True)
+        ]
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+        parent: Any = super()
+        if self._episodes is None:
+            return parent._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        last = [completion_ids_list[row] for row in self._episodes.last_rows]
+        rewards: torch.Tensor = parent._calculate_rewards(inputs, prompts, completions, last)
+        is_empty = torch.as_tensor(self._episodes.is_empty, device=rewards.device)
+        return rewards.masked_fill(self.accelerator.gather(is_empty)[:, None], torch.nan)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """TRL's batch; of episodes, a row per sample, with its episode's advantage and its own weight."""
+        self._episodes = self._given_advantages = None
+        columns = set(inputs[0])
+        parent: Any = super()
+        output: dict[str, Any] = parent._generate_and_score_completions(inputs)
+        episodes = self._episodes
+        if episodes is None:
+            return output
+        taken = columns.intersection(RESERVED_KEYS)
+        if taken:
+            raise ValueError(
+                f"expected a dataset without the column {', '.join(taken)} where rollouts have the key 'episode' "
+                "(reward functions get the samples by that name), got one: rename it"
+            )
+        device = output["advantages"].device
+        weights = torch.ones(len(episodes.index), dtype=torch.float64)
+        if self.args.tree_episode_weight == "episode":
+            weights /= torch.from_numpy(episodes.counts[episodes.index])
+        output["advantages"] = output["advantages"][torch.from_numpy(episodes.index).to(device)]
+        output["episode"] = torch.from_numpy(episodes.index).to(device)
+        output[WEIGHTS] = weights.to(device)
+        items = (trained(output).sum(dim=1) * output[WEIGHTS]).sum()
+        output[WEIGHTED_ITEMS] = self.accelerator.gather(items[None]).sum()
+        return output
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """TRL's, which shuffles and splits a batch by its first dimension: episodes are kept together meanwhile."""
+        parent: Any = super()
+        if not self.model.training:
+            return parent._prepare_inputs(generation_batch)
+        score = self._generate_and_score_completions
+        self._generate_and_score_completions = lambda inputs: _grouped(score(inputs))  # type: ignore[method-assign]
+        try:
+            return _ungrouped(parent._prepare_inputs(generation_batch))
+        finally:
+            del self._generate_and_score_completions
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """TRL's; of episodes as :mod:`harts_hf.trainers.weighing` says."""
+        parent: Any = super()
+        if WEIGHTS not in inputs:
+            return parent.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        # An evaluation batch is a step of its own.
+        totals = self._tree.totals or StepTotals.of([inputs], self._tree.ranks)
+        with self._tree.ranks.gathering_ragged():
+            if self.args.tree_episode_weight == "sample":
+                loss = parent.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            else:
+                leaves = self._tree.leaves(model, inputs)
+
+                def loss_of(
+                    log_probs: torch.Tensor, entropies: torch.Tensor, batch: Mapping[str, Any]
+                ) -> torch.Tensor:
+                    with self._tree.handing_out(leaves, log_probs, entropies):
+                        return parent.compute_loss(model, batch, return_outputs, num_items_in_batch)
+
+                loss = weighed_loss(loss_of, inputs, leaves.log_probs, leaves.entropies)
+        factor = totals.factor(inputs, self._loss_is_mean_over or UNITS.get(self.loss_type, "rows"))
+        return loss if factor == 1 else loss * factor
+
+
+def _grouped(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch with an entry per episode: the rows of each, ``[k, ...]``."""
+    if WEIGHTS not in batch:
+        return batch
+    counts = torch.bincount(batch["episode"])
+    of_each = {
+        key: list(value.split(counts.tolist())) if isinstance(value, torch.Tensor) and value.ndim else value
+        for key, value in batch.items()
+    }
+    return {_COUNTS: counts, **of_each}
+
+
+def _ungrouped(batch: dict[str, Any]) -> dict[str, Any]:
+    """A slice of a grouped batch with an entry per row."""
+    if _COUNTS not in batch:
+        return batch
+    return {
+        key: torch.cat(value) if isinstance(value, list) else value for key, value in batch.items() if key != _COUNTS
+    }
