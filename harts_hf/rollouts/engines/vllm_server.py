@@ -162,6 +162,7 @@ class VLLMServerEngine(Engine):
             assert engine is not None
             if options.max_logprob_gap is not None:
                 engine.probe_gap = probe_once_a_step(trainer, engine, limit=options.max_logprob_gap)
+                engine._num_read = 0  # the probe's tokens are nobody's rollouts
         except BaseException:
             if engine is not None:
                 engine.close()
@@ -206,10 +207,9 @@ class VLLMServerEngine(Engine):
         self.client.close()
 
     def _room(self, request: TurnRequest) -> int:
-        largest = max(max(request.history), -min(request.history) + self.vocab_size - 1)
-        if largest >= self.vocab_size:
-            worst = next(token for token in request.history if not 0 <= token < self.vocab_size)
-            raise ValueError(f"expected a history of token ids below {self.vocab_size}, got {worst}")
+        wrong = next((token for token in request.history if not 0 <= token < self.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"expected a history of token ids below {self.vocab_size}, got {wrong}")
         if self.max_positions is None:
             return request.max_tokens
         room = self.max_positions - len(request.history)

@@ -150,6 +150,7 @@ def test_from_trainer(model, server):
         trainer.state.global_step = step
         with VLLMServerEngine.from_trainer(trainer) as engine:
             gaps.append(engine.probe_gap)
+            assert engine.num_read_tokens == 0
             engine.submit(TurnRequest(history=(3,), max_tokens=2, seed=0)).result()
         last = server.bodies[-1]
         assert [last[name] for name in ("temperature", "top_p", "top_k", "stop_token_ids")] == [0.8, 0.7, 12, [1]]
