@@ -17,7 +17,7 @@ import harts_hf
 from harts_hf.cli.output import printable, replacing, write_json
 from harts_hf.rollouts.collector import TreeRolloutCollector
 from harts_hf.rollouts.plot import plot_tree
-from harts_hf.rollouts.sampler import SampledRollout
+from harts_hf.rollouts.sampled import SampledRollout
 from harts_hf.tree import RolloutTree
 
 REPORT_FILES = ("metrics.jsonl", "summary.json", "reward.png", "tree.png")
