@@ -25,7 +25,7 @@ from harts_hf.rollouts.engines.turns import StopFinder, Turn
 _ASK_AGAIN_SECONDS = 0.1
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Job:
     """A request in hand."""
 
