@@ -11,8 +11,7 @@ from harts_hf.rollouts.engines.engine import SampledTurn, TurnRequest
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode a part of a character to
 
-
-# SplitMix64 (Steele, Lea and Flood 2014): of Python, so the same on every device, and two numbers of state a turn.
+# SplitMix64 (Steele, Lea and Flood 2014): in Python, so the same on every device, and one number of state a turn.
 _STEP, _FIRST, _SECOND, _MASK = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 2**64 - 1
 
 
@@ -62,8 +61,8 @@ class Turn:
         self._random = mixed = (self._random + _STEP) & _MASK
         mixed = ((mixed ^ (mixed >> 30)) * _FIRST) & _MASK
         mixed = ((mixed ^ (mixed >> 27)) * _SECOND) & _MASK
-        # Of 32 bits, half a step off both ends, so that times a sum of float64 it stays below the sum.
-        return (((mixed ^ (mixed >> 31)) >> 32) + 0.5) / 2**32
+        # Of 48 bits, half a step off both ends, so that times a sum of float64 it stays below the sum.
+        return (((mixed ^ (mixed >> 31)) >> 16) + 0.5) / 2**48
 
     def add(self, draw: Draw) -> bool:
         """Adds a token; returns whether the turn is over."""

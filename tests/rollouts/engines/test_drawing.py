@@ -60,7 +60,7 @@ def test_no_number_draws_a_token_that_was_cut():
     logits[0, [3, 5]] = 1.0
     logits[1, 8] = 0.0
     drawer = TokenDrawer(SamplingSettings())
-    first, second = drawer.draw(logits, [[2**-33, 0.49, 0.5, 1 - 2**-33], [0.5]], entropies=True)
+    first, second = drawer.draw(logits, [[2**-49, 0.49, 0.5, 1 - 2**-49], [0.5]], entropies=True)
     assert [draw.token for draw in first] == [3, 3, 5, 5]
     assert [draw.token for draw in second] == [8]
     assert first[0].entropy == pytest.approx(0.693147, abs=1e-6)
@@ -103,7 +103,7 @@ def test_random_numbers_are_those_of_splitmix64_and_even():
     turn = Turn(TurnRequest(history=(1,), max_tokens=1, seed=0), 0, end_token_ids=(), stop=None)
     turn._random = 1234567
     published = (6457827717110365317, 3203168211198807973, 9817491932198370423)
-    assert [turn.uniform() for _ in published] == [((number >> 32) + 0.5) / 2**32 for number in published]
+    assert [turn.uniform() for _ in published] == [((number >> 16) + 0.5) / 2**48 for number in published]
     for numbers in (
         [turn.uniform() for _ in range(5000)],
         [
