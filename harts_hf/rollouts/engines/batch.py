@@ -19,7 +19,7 @@ from harts_hf.rollouts.engines.states import RowStates, join
 from harts_hf.rollouts.engines.turns import Turn
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Row:
     """One row: its turns stand at the same token of the same history.
 

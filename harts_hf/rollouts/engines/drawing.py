@@ -60,7 +60,7 @@ class TokenDrawer:
         most = max(map(len, uniforms))
         padded = [[*row, *[0.5] * (most - len(row))] for row in uniforms]
         targets = torch.tensor(padded, dtype=torch.float64, device=logits.device) * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, targets, right=True).clamp(max=logits.shape[-1] - 1)
+        tokens = torch.searchsorted(cumulative, targets, right=True).clamp_(max=logits.shape[-1] - 1)
         # One transfer from the device; token ids are exact in float64.
         numbers = [tokens.double(), logprobs.gather(1, tokens).double()]
         if entropies:

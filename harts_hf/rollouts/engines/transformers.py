@@ -25,7 +25,7 @@ from harts_hf.rollouts.engines.turns import StopFinder, Turn
 _ASK_AGAIN_SECONDS = 0.1
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Job:
     """A request in hand."""
 
@@ -189,7 +189,9 @@ class TransformersEngine(Engine):
             self._woken = False
             return bool(self._queue)
 
-    @torch.no_grad()
+    # Not only without gradients: a small model's forward is faster by an eighth without their bookkeeping. No tensor
+    # made here outlives the engine.
+    @torch.inference_mode()
     def _round(self) -> None:
         jobs = self._admit()
         if jobs:

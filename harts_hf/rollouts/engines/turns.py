@@ -1,6 +1,6 @@
 """A turn while it is sampled: its tokens so far, its own random numbers, and what ends it."""
 
-import random
+import hashlib
 from collections.abc import Collection, Sequence
 from typing import Literal
 
@@ -10,6 +10,9 @@ from harts_hf.rollouts.engines.drawing import Draw
 from harts_hf.rollouts.engines.engine import SampledTurn, TurnRequest
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode a part of a character to
+
+# SplitMix64 (Steele, Lea and Flood 2014): in Python, so the same on every device, and one number of state a turn.
+_STEP, _FIRST, _SECOND, _MASK = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 2**64 - 1
 
 
 class Turn:
@@ -26,30 +29,47 @@ class Turn:
         token_ids: sampled so far.
     """
 
+    # There are many, and what has no dictionary costs the garbage collector less.
+    __slots__ = (
+        "_end_token_ids",
+        "_ended",
+        "_entropies",
+        "_logprobs",
+        "_max_tokens",
+        "_random",
+        "_stop",
+        "entropies",
+        "token_ids",
+    )
+
     def __init__(
         self, request: TurnRequest, index: int, *, end_token_ids: Collection[int], stop: "StopFinder | None"
     ) -> None:
-        # Of Python, not of torch: the same on every device, and made and asked in microseconds.
-        self._random = random.Random(f"{request.seed}/{index}")
+        digest = hashlib.blake2b(f"{request.seed}/{index}".encode(), digest_size=8).digest()
+        self._random = int.from_bytes(digest, "little")
         self._max_tokens = request.max_tokens
         self.entropies = request.entropies
         self._end_token_ids = end_token_ids
         self._stop = stop
         self.token_ids: list[int] = []
         self._logprobs: list[float] = []
-        self._entropies: list[float] = []
+        self._entropies: list[float] | None = [] if request.entropies else None
         self._ended: Literal["end_token", "stop_text", "length"] | None = None
 
     def uniform(self) -> float:
         """The next random number, in (0, 1)."""
-        # Half a step off both ends, so that times a sum of float64 it stays below the sum.
-        return (self._random.getrandbits(32) + 0.5) / 2**32
+        self._random = mixed = (self._random + _STEP) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * _FIRST) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * _SECOND) & _MASK
+        # Of 48 bits, half a step off both ends, so that times a sum of float64 it stays below the sum.
+        return (((mixed ^ (mixed >> 31)) >> 16) + 0.5) / 2**48
 
     def add(self, draw: Draw) -> bool:
         """Adds a token; returns whether the turn is over."""
         self.token_ids.append(draw.token)
         self._logprobs.append(draw.logprob)
-        self._entropies.append(draw.entropy)
+        if self._entropies is not None:
+            self._entropies.append(draw.entropy)
         if draw.token in self._end_token_ids:
             self._ended = "end_token"
         elif self._stop is not None and self._stop.found_in(self.token_ids):
@@ -65,7 +85,7 @@ class Turn:
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self._logprobs),
             ended=self._ended,
-            entropies=tuple(self._entropies) if self.entropies else None,
+            entropies=None if self._entropies is None else tuple(self._entropies),
         )
 
 

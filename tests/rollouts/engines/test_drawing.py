@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.byte_tokens import byte_tokenizer
 
-from harts_hf.rollouts.engines import SamplingSettings
+from harts_hf.rollouts.engines import SamplingSettings, TurnRequest
 from harts_hf.rollouts.engines.drawing import TokenDrawer
-from harts_hf.rollouts.engines.turns import StopFinder
+from harts_hf.rollouts.engines.turns import StopFinder, Turn
 
 
 def grid(count):
@@ -60,7 +60,7 @@ def test_no_number_draws_a_token_that_was_cut():
     logits[0, [3, 5]] = 1.0
     logits[1, 8] = 0.0
     drawer = TokenDrawer(SamplingSettings())
-    first, second = drawer.draw(logits, [[2**-33, 0.49, 0.5, 1 - 2**-33], [0.5]], entropies=True)
+    first, second = drawer.draw(logits, [[2**-49, 0.49, 0.5, 1 - 2**-49], [0.5]], entropies=True)
     assert [draw.token for draw in first] == [3, 3, 5, 5]
     assert [draw.token for draw in second] == [8]
     assert first[0].entropy == pytest.approx(0.693147, abs=1e-6)
@@ -96,3 +96,23 @@ def test_stop_texts_are_found_when_their_last_byte_comes():
                 found += 1
                 break
     assert 30 < found < 150
+
+
+def test_random_numbers_are_those_of_splitmix64_and_even():
+    """The published sequence for a seed of 1234567, and even over (0, 1) across turns and within one."""
+    turn = Turn(TurnRequest(history=(1,), max_tokens=1, seed=0), 0, end_token_ids=(), stop=None)
+    turn._random = 1234567
+    published = (6457827717110365317, 3203168211198807973, 9817491932198370423)
+    assert [turn.uniform() for _ in published] == [((number >> 16) + 0.5) / 2**48 for number in published]
+    for numbers in (
+        [turn.uniform() for _ in range(5000)],
+        [
+            Turn(TurnRequest(history=(1,), max_tokens=1, seed=seed), index, end_token_ids=(), stop=None).uniform()
+            for seed in range(-50, 50)
+            for index in range(50)
+        ],
+    ):
+        counts = torch.tensor(numbers).histc(bins=20, min=0, max=1)
+        # Chi-squared with 19 degrees of freedom: beyond 44 once in a thousand.
+        assert ((counts - 250) ** 2 / 250).sum() < 44
+        assert len(set(numbers)) > 4990

@@ -1,6 +1,7 @@
 """The Transformers engine against the unpatched model, one conversation at a time, and what it promises besides."""
 
 import threading
+import time
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from itertools import chain
@@ -12,6 +13,7 @@ from support.models import FAMILIES, VOCAB, tiny_model
 from transformers import MistralConfig, MistralForCausalLM
 
 from harts_hf.rollouts.engines import EngineError, SamplingSettings, TurnRequest
+from harts_hf.rollouts.engines import transformers as module
 from harts_hf.rollouts.engines.transformers import TransformersEngine
 
 END = 1
@@ -170,13 +172,14 @@ def test_draws_depend_on_the_seed_and_the_index_and_not_on_what_else_is_sampled(
         [alone] = sampled(source, wanted)
     with engine(model) as source:
         among = sampled(source, *others, wanted)[-1]
-    with engine(model, max_turns=2) as source:
+    with engine(model, max_turns=2) as source, watched(model) as calls:
         waiting = sampled(source, *others, wanted)[-1]
+    assert max(rows for (rows, _), _ in calls) == 3  # those of one request, which go alone
     with engine(model) as source:
         started = [source.submit(each) for each in others]
         with watched(model) as calls:
             source.run(lambda: len(calls) > 4)
-        assert not any(future.done() for future in started)
+        assert not all(future.done() for future in started)
         [joining] = sampled(source, wanted)
     tokens = [turn.token_ids for turn in alone]
     assert len(set(tokens)) == 3
@@ -221,16 +224,32 @@ def test_requests_come_from_any_thread_and_the_model_runs_in_one(model):
     assert {thread for _, thread in calls} == {threading.get_ident()}
 
 
-def test_the_condition_is_asked_again_when_woken_and_without(model):
-    """An idle engine waits; ``wake`` and time have it ask."""
+def test_the_condition_is_asked_again_from_time_to_time(model):
+    """An idle engine waits, but not for long."""
     with engine(model) as source:
         asked = []
         source.run(lambda: asked.append(None) or len(asked) == 3)
+
+
+def test_no_wake_is_missed(model, monkeypatch):
+    """Also one that comes after the condition was asked and before the engine waits."""
+    monkeypatch.setattr(module, "_ASK_AGAIN_SECONDS", 60)
+    begin = time.monotonic()
+    with engine(model) as source:
+        asked = []
+
+        def until():
+            asked.append(None)
+            source.wake()
+            return len(asked) == 2
+
+        source.run(until)
         done = threading.Event()
-        thread = threading.Thread(target=lambda: (done.set(), source.wake()))
+        thread = threading.Timer(0.05, lambda: (done.set(), source.wake()))
         thread.start()
         source.run(done.is_set)
         thread.join()
+    assert time.monotonic() - begin < 30
 
 
 def test_a_request_that_was_cancelled_is_dropped(model):
