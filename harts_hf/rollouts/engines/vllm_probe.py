@@ -21,7 +21,7 @@ from harts_hf.rollouts.engines.engine import EngineError, SamplingSettings, Turn
 if TYPE_CHECKING:
     from harts_hf.rollouts.engines.vllm_server import VLLMServerEngine
 
-# Nats. See docs/_vllm.md for what was measured.
+# Nats. See docs/engines.md for what was measured.
 DEFAULT_MAX_GAP = 0.1
 # Longer than a chunk of the linear rules, twice over with the second part.
 _FIRST, _SECOND = 96, 32
