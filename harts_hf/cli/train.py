@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import Dataset, load_dataset
@@ -24,10 +24,12 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from harts_hf.cli.checks import check_output_folder, refuse_to_overwrite
 from harts_hf.cli.output import printable, reader_is_gone
 from harts_hf.cli.recipe import parse, split_recipe, unknown_message
-from harts_hf.cli.train_arguments import TrainArguments
+from harts_hf.cli.train_arguments import FORK_OPTIONS, TrainArguments
 from harts_hf.cli.train_report import REPORT_FILES, TrainReport
 from harts_hf.rollouts.collector import TreeRolloutCollector, environment_reward
 from harts_hf.rollouts.environment import Environment, load_object
+from harts_hf.rollouts.forks import EARLY_ENDS, EarlyEnds, ForkPolicy, NoForks, TurnForks
+from harts_hf.rollouts.growing_forks import BudgetForks, EntropyForks
 from harts_hf.trainers import TreeGRPOConfig, TreeGRPOTrainer
 
 
@@ -99,8 +101,7 @@ def build_trainer(arguments: TrainArguments, training: TreeGRPOConfig, model: Mo
     assert training.num_generations is not None
     collector = TreeRolloutCollector(
         make_environment,
-        branching=tuple(arguments.branching or [training.num_generations]),
-        fork_turns=None if arguments.fork_turns is None else tuple(arguments.fork_turns),
+        fork_policy=_fork_policy(arguments, training.num_generations),
         max_turns=arguments.max_turns,
         max_turn_tokens=arguments.max_turn_tokens,
     )
@@ -121,6 +122,23 @@ def build_trainer(arguments: TrainArguments, training: TreeGRPOConfig, model: Mo
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(TrainReport(collector))
     return trainer
+
+
+def _fork_policy(arguments: TrainArguments, num_generations: int) -> ForkPolicy:
+    unused = [name for name in FORK_OPTIONS["turn"] if getattr(arguments, name) is not None]
+    if unused and arguments.fork_policy != "turn":
+        print(f"fork_policy {arguments.fork_policy} does not use {' and '.join(unused)}", file=sys.stderr)
+    if arguments.fork_policy == "none":
+        return NoForks()
+    if arguments.fork_policy == "entropy":
+        return EntropyForks(roots=arguments.fork_roots)
+    if arguments.fork_policy == "budget":
+        assert arguments.fork_budget is not None
+        return BudgetForks(tokens=arguments.fork_budget, roots=arguments.fork_roots)
+    branching = tuple(arguments.branching or [num_generations])
+    fork_turns = tuple(range(len(branching)) if arguments.fork_turns is None else arguments.fork_turns)
+    early_ends = cast(EarlyEnds, arguments.early_ends or EARLY_ENDS[0])
+    return TurnForks(branching=branching, fork_turns=fork_turns, early_ends=early_ends)
 
 
 def _environment_factory(arguments: TrainArguments) -> functools.partial[Environment]:

@@ -6,6 +6,15 @@ from typing import Any
 
 from trl import ScriptArguments
 
+from harts_hf.rollouts.forks import EARLY_ENDS
+
+# Policies and the options that are theirs.
+FORK_OPTIONS = {
+    "turn": ("branching", "fork_turns", "early_ends"),
+    "entropy": ("fork_roots",),
+    "budget": ("fork_budget", "fork_roots"),
+    "none": (),
+}
 DICT_FIELDS = ("model_config", "environment_kwargs")
 
 
@@ -24,11 +33,20 @@ class TrainArguments(ScriptArguments):
             Dotted path of the environment's class, `package.module:Class`.
         environment_kwargs (`dict`, *optional*):
             Keyword arguments for it.
+        fork_policy (`str`, *optional*, defaults to `"turn"`):
+            Where conversations fork: `"turn"` before chosen turns, `"entropy"` before the turns that the policy was
+            least certain of, `"budget"` as early as a budget of tokens allows, `"none"` nowhere (docs/forks.md).
         branching (`list[int]`, *optional*):
-            Continuations at each fork; the product must be `num_generations`. By default all forks are before the
-            first turn.
+            `turn`: continuations at each fork. By default all forks are before the first turn.
         fork_turns (`list[int]`, *optional*):
-            Turns before which the forks happen, 0 the first; by default the first ones.
+            `turn`: turns before which the forks happen, 0 the first; by default the first ones.
+        early_ends (`str`, *optional*, defaults to `"repeat"`):
+            `turn`: what becomes of the episodes of a conversation that is over before a fork: `"repeat"` returns it
+            that many times, `"reroll"` samples others at the fork above.
+        fork_roots (`int`, *optional*):
+            `entropy` and `budget`: independent conversations at first; by default half of `num_generations` and 1.
+        fork_budget (`int`, *optional*):
+            `budget`: sampled tokens that the episodes of a prompt should take together, shared ones once.
         max_turns (`int`, *optional*, defaults to `8`):
             Most turns of a conversation.
         max_turn_tokens (`int`, *optional*, defaults to `256`):
@@ -53,15 +71,41 @@ class TrainArguments(ScriptArguments):
     environment_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Keyword arguments for the environment (JSON)."}
     )
-    branching: list[int] | None = field(
-        default=None,
+    fork_policy: str = field(
+        default="turn",
         metadata={
-            "help": "Continuations at each fork; the product must be num_generations. By default all forks are before "
-            "the first turn."
+            "help": "Where conversations fork: before chosen turns ('turn'), before the least certain ones "
+            "('entropy'), as early as a budget of tokens allows ('budget'), or nowhere ('none').",
+            "choices": list(FORK_OPTIONS),
         },
     )
+    branching: list[int] | None = field(
+        default=None,
+        metadata={"help": "turn: continuations at each fork. By default all forks are before the first turn."},
+    )
     fork_turns: list[int] | None = field(
-        default=None, metadata={"help": "Turns before which the forks happen, 0 the first; by default the first ones."}
+        default=None,
+        metadata={"help": "turn: turns before which the forks happen, 0 the first; by default the first ones."},
+    )
+    early_ends: str | None = field(
+        default=None,
+        metadata={
+            "help": "turn: a conversation that is over before a fork is returned for all episodes below it "
+            "('repeat', the default), or others are sampled at the fork above ('reroll').",
+            "choices": list(EARLY_ENDS),
+        },
+    )
+    fork_roots: int | None = field(
+        default=None,
+        metadata={
+            "help": "entropy, budget: independent conversations at first; by default half of num_generations, and 1."
+        },
+    )
+    fork_budget: int | None = field(
+        default=None,
+        metadata={
+            "help": "budget: sampled tokens that the episodes of a prompt should take together, shared ones once."
+        },
     )
     max_turns: int = field(default=8, metadata={"help": "Most turns of a conversation."})
     max_turn_tokens: int = field(default=256, metadata={"help": "Most tokens of a turn."})
@@ -80,8 +124,20 @@ class TrainArguments(ScriptArguments):
             setattr(self, name, _as_dict(getattr(self, name), name))
         if not self.environment:
             raise ValueError("expected environment: the dotted path of a class, got none")
+        self._check_fork_options()
         if self.cpu_threads is not None and self.cpu_threads < 1:
             raise ValueError(f"expected cpu_threads of at least 1, got {self.cpu_threads}")
+
+    def _check_fork_options(self) -> None:
+        if self.fork_policy not in FORK_OPTIONS:
+            raise ValueError(f"expected fork_policy to be one of {', '.join(FORK_OPTIONS)}, got {self.fork_policy!r}")
+        # A recipe may keep its forks before turns while the command line tries another policy.
+        for name in ("fork_budget", "fork_roots"):
+            if getattr(self, name) is not None and name not in FORK_OPTIONS[self.fork_policy]:
+                policies = " or ".join(policy for policy, options in FORK_OPTIONS.items() if name in options)
+                raise ValueError(f"expected {name} with fork_policy {policies} only, got {self.fork_policy}")
+        if self.fork_policy == "budget" and self.fork_budget is None:
+            raise ValueError("expected fork_budget, a number of tokens, with fork_policy budget, got none")
 
 
 def _as_dict(value: Any, name: str) -> dict[str, Any]:

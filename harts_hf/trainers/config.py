@@ -8,8 +8,9 @@ from trl.experimental.gmpo import GMPOConfig
 
 from harts_hf.planner import CostModel, PlannerConfig
 from harts_hf.planner.config import ExecutionChoice, Sharing
+from harts_hf.rollouts.credit import TREE_CREDITS
 
-CREDITS = ("trajectory", "turn")
+CREDITS = ("trajectory", *TREE_CREDITS)
 EPISODE_WEIGHTS = ("sample", "episode")
 LATENTS = ("compressed", "expanded")
 
@@ -164,15 +165,17 @@ class TreeGRPOConfig(EpisodeOptions, TreeOptions, GRPOConfig):
 
     Parameters:
         tree_credit (`str`, *optional*, defaults to `"trajectory"`):
-            `"trajectory"` gives every token of a trajectory its group-relative advantage, as TRL does; `"turn"` gives
-            each turn of the policy an advantage of its own from the rewards below it in the tree.
+            `"trajectory"` gives every token of a trajectory its group-relative advantage, as TRL does; the others give
+            each turn of the policy an advantage of its own from the rewards below it in the tree: `"turn"` against the
+            history that it continues, `"branch"` against its siblings at the fork, `"treerl"` and `"tree_grpo"` as
+            those papers have it (docs/forks.md).
     """
 
     tree_credit: str = field(
         default="trajectory",
         metadata={
-            "help": "'trajectory': one group-relative advantage per trajectory, as TRL has it. 'turn': one per turn "
-            "of the policy, from the rewards below it in the tree.",
+            "help": "'trajectory': one group-relative advantage per trajectory, as TRL has it. 'turn', 'branch', "
+            "'treerl', 'tree_grpo': from the rewards below each turn of the policy in the tree.",
             "choices": list(CREDITS),
         },
     )
@@ -183,10 +186,11 @@ class TreeGRPOConfig(EpisodeOptions, TreeOptions, GRPOConfig):
         self.check_episode_options()
         if self.tree_credit not in CREDITS:
             raise ValueError(f"expected tree_credit to be one of {', '.join(CREDITS)}, got {self.tree_credit!r}")
-        if self.tree_credit == "turn" and self.multi_objective_aggregation != "sum_then_normalize":
+        if self.tree_credit != "trajectory" and self.multi_objective_aggregation != "sum_then_normalize":
             raise ValueError(
-                "expected multi_objective_aggregation='sum_then_normalize' with tree_credit='turn' (rewards are "
-                f"summed before they are compared below each turn), got {self.multi_objective_aggregation!r}"
+                f"expected multi_objective_aggregation='sum_then_normalize' with tree_credit={self.tree_credit!r} "
+                "(rewards are summed before they are compared below each turn), got "
+                f"{self.multi_objective_aggregation!r}"
             )
 
 
