@@ -15,11 +15,7 @@ OPTIONS = {
     "sequence-level": {"loss_type": "grpo", **SEQUENCES, **DRIFT},
     "sequence-level-dapo": {"loss_type": "dapo", **SEQUENCES, **WEIGHED, **DRIFT, "beta": 0.1},
     "biased-kl": {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False, **WEIGHED, **DRIFT},
-    "short-generations": {
-        **{"loss_type": "dapo", "steps_per_generation": 1, "per_device_train_batch_size": 4},
-        **WEIGHED,
-        **BONUS,
-    },
+    "short-generations": {"steps_per_generation": 1, "per_device_train_batch_size": 4, **WEIGHED, **BONUS},
     "many-slices": {"loss_type": "bnpo", "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, **BONUS},
     "clips-and-masks": {"loss_type": "grpo", "delta": 1.05, "off_policy_mask_threshold": 0.1, **WEIGHED, **DRIFT},
     "unscaled": {"loss_type": "bnpo", "scale_rewards": "none"},
