@@ -48,7 +48,7 @@ def left(tmp_path_factory):
         "PYTHONPATH": os.pathsep.join(filter(None, [support, os.environ.get("PYTHONPATH")])),
     }
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT), str(folder)]
-    names = [*CASES, *BROKEN, *SHARDED]
+    names = [*CASES, "ddp:clipped", *BROKEN, *SHARDED]
     done = subprocess.run(
         [sys.executable, *command, *names], env=environment, capture_output=True, text=True, timeout=900
     )
@@ -84,6 +84,12 @@ def test_ddp(case, left, tmp_path):
     loop = loop_of(ranks, tmp_path)
     assert_same_parameters(ranks[0]["parameters"], loop)
     assert_same_logs(ranks[0]["logs"], loop)
+
+
+def test_least_of_all_rows(left):
+    """The least clipped row of all ranks is one of theirs: nothing fills up the rank with fewer rows."""
+    for one in left["ddp:clipped"]:
+        assert one["logs"][1]["clip_ratio/low_min"] > 0
 
 
 @pytest.mark.parametrize("case", SHARDED)

@@ -23,6 +23,7 @@ CASES = {
     "bnpo": {"loss_type": "bnpo", "entropy_coef": 0.5, "beta": 0.1, **DRIFT},
     "dapo": {"loss_type": "dapo", "steps_per_generation": 4, **EVALUATION},
     "sequence-level": {"loss_type": "luspo", "importance_sampling_level": "sequence", **DRIFT, "learning_rate": 0.01},
+    "clipped": {"loss_type": "grpo", **DRIFT},
     "weighed-grpo": {"loss_type": "grpo", "tree_episode_weight": "episode", "entropy_coef": 0.5, "beta": 0.1},
     "weighed-bnpo": {"loss_type": "bnpo", "tree_episode_weight": "episode", "entropy_coef": 0.5, **EVALUATION},
     "weighed-dapo": {"loss_type": "dapo", "tree_episode_weight": "episode", "entropy_coef": 0.5, **DRIFT},
@@ -50,6 +51,11 @@ def break_reward(rank, output):
         output["recorded_reward"] = [0.0] * len(output["episode"])
 
 
+def clip_all(rank, output):
+    """Nothing was good: the second iteration finds tokens of every row below the clip range."""
+    output["advantages"] = [[-1.0] * len(ids) for ids in output["completion_ids"]]
+
+
 BROKEN = {"mixed-keys": drop_key, "broken-index": break_index, "broken-reward": break_reward}
 
 
@@ -69,7 +75,7 @@ def main() -> None:
         if backend != before:  # one process runs one backend after another
             AcceleratorState._reset_state(reset_partial_state=True)
         before = backend
-        change = BROKEN.get(case)
+        change = {**BROKEN, "clipped": clip_all}.get(case)
         rollouts = RaggedRollouts(change=None if change is None else lambda out, change=change: change(rank, out))
         # DeepSpeed knows no float64.
         dtype = torch.float64 if backend == "ddp" else torch.float32
