@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from benchmarks.machine import RESULTS, describe_machine
 from harts_hf.rollouts.engines import SampledTurn, SamplingSettings, TurnRequest
+from harts_hf.rollouts.engines.transformers import TransformersEngine
 from harts_hf.rollouts.engines.vllm_server import VLLMServerEngine
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -132,7 +133,7 @@ def greedy(url: str, oracles: dict[str, Oracle], histories: list[tuple[int, ...]
     # At vLLM's least temperature; of logits that differ by 0.1 the larger one is drawn all but once in 22,000 times.
     settings = SamplingSettings(temperature=0.01)
     report = {}
-    with VLLMServerEngine(url, settings, vocab_size=vocab_size) as engine:
+    with VLLMServerEngine(url, settings=settings, vocab_size=vocab_size) as engine:
         futures = [engine.submit(TurnRequest(history=h, max_tokens=48, seed=0)) for h in histories]
         engine.run(lambda: all(future.done() for future in futures))
         turns = [future.result()[0] for future in futures]
@@ -147,6 +148,38 @@ def greedy(url: str, oracles: dict[str, Oracle], histories: list[tuple[int, ...]
         total = sum(len(turn.token_ids) for turn in turns)
         report[name] = {"tokens": total, "equal": equal, "largest_logit_margin_where_not": max(margins, default=0.0)}
     return report
+
+
+def both_engines(url: str, folder: Path, oracle: Oracle, histories: list[tuple[int, ...]]) -> dict:
+    """Turns near temperature 0 of the engine over the server and of the one in this process, both in bfloat16."""
+    settings = SamplingSettings(temperature=0.01)
+    requests = [TurnRequest(history=history, max_tokens=48, seed=0) for history in histories]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    turns: list[list[SampledTurn]] = []
+    for engine in (
+        VLLMServerEngine(url, settings=settings, vocab_size=model.config.vocab_size),
+        TransformersEngine(model, settings=settings),
+    ):
+        with engine, torch.no_grad():
+            futures = [engine.submit(request) for request in requests]
+            engine.run(lambda futures=futures: all(future.done() for future in futures))
+            turns.append([future.result()[0] for future in futures])
+    equal, before, margins = 0, 0, []
+    for history, server, own in zip(histories, *turns, strict=True):
+        pairs = enumerate(zip(server.token_ids, own.token_ids, strict=True))
+        first = next((index for index, (one, other) in pairs if one != other), None)
+        equal += first is None
+        before += len(server.token_ids) if first is None else first
+        if first is not None:
+            scores = oracle.scores([*history, *server.token_ids[:first]])[-1]
+            margins.append(abs(float(scores[server.token_ids[first]] - scores[own.token_ids[first]])))
+    return {
+        "turns": len(histories),
+        "equal": equal,
+        "tokens_before_first_differences": before,
+        "tokens": sum(len(turn.token_ids) for turn in turns[0]),
+        "largest_float32_logit_margin_at_first_differences": max(margins, default=0.0),
+    }
 
 
 def seeds(engine: VLLMServerEngine, histories: list[tuple[int, ...]]) -> dict:
@@ -194,13 +227,16 @@ def main() -> None:
     vocab_size = AutoConfig.from_pretrained(arguments.model).vocab_size
     rng = np.random.default_rng(0)
     histories = [tuple(rng.integers(0, 256, size).tolist()) for size in (1, 3, 17, 63, 64, 65, 100, 127, 128, 200)]
-    with VLLMServerEngine(arguments.url, SamplingSettings(), vocab_size=vocab_size) as engine:
+    with VLLMServerEngine(arguments.url, settings=SamplingSettings(), vocab_size=vocab_size) as engine:
         version = engine.client.get("/version").get("version")
         report = {
             "machine": describe_machine(),
             "vllm": version,
             "differences_in_nats": differences(engine, oracles, histories),
             "near_temperature_0": greedy(arguments.url, oracles, histories, vocab_size),
+            "both_engines_near_temperature_0": both_engines(
+                arguments.url, arguments.model, oracles["float32"], histories
+            ),
             "seeds": seeds(engine, histories),
         }
         start = time.perf_counter()

@@ -9,7 +9,8 @@ from harts_hf.rollouts.engines.opening import open_engine
 from harts_hf.rollouts.environment import EnvironmentFactory
 from harts_hf.rollouts.forks import ForkPolicy, NoForks, TurnForks
 from harts_hf.rollouts.salvage import rollout_row, saved_on_failure
-from harts_hf.rollouts.sampler import SampledRollout, TreeSampler, TurnLimits
+from harts_hf.rollouts.sampled import SampledRollout
+from harts_hf.rollouts.sampler import TreeSampler, TurnLimits
 
 
 class TreeRolloutCollector:

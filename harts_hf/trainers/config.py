@@ -9,6 +9,8 @@ from trl.experimental.gmpo import GMPOConfig
 from harts_hf.planner import CostModel, PlannerConfig
 from harts_hf.planner.config import ExecutionChoice, Sharing
 from harts_hf.rollouts.credit import TREE_CREDITS
+from harts_hf.rollouts.engines.vllm_probe import DEFAULT_MAX_GAP
+from harts_hf.rollouts.engines.vllm_server import ServerOptions
 
 CREDITS = ("trajectory", *TREE_CREDITS)
 EPISODE_WEIGHTS = ("sample", "episode")
@@ -125,9 +127,9 @@ class TreeOptions:
 
 
 @dataclass
-class EpisodeOptions:
+class RolloutOptions:
     r"""
-    Options of trainers whose rollouts may have several samples (`rollout_func` with the key `episode`).
+    Options of trainers whose rollouts come from a `rollout_func`.
 
     Parameters:
         tree_episode_weight (`str`, *optional*, defaults to `"sample"`):
@@ -137,6 +139,11 @@ class EpisodeOptions:
             a sample's derivatives and its part of the logged loss are multiplied by it, the KL and entropy terms
             too), so that a rollout does not weigh more for having forked more often. Means over tokens (`bnpo`,
             `dapo`, `cispo`, `vespo`) are then over weighted tokens.
+        tree_max_logprob_gap (`float`, *optional*, defaults to `0.1`):
+            With a vLLM server, the mean difference in nats between its log-probs and the trainer's, measured after
+            each synchronisation of weights, above which the run is stopped. Unset it (`null`) not to measure.
+        tree_server_timeout (`float`, *optional*, defaults to `600.0`):
+            Seconds for which a turn of a vLLM server is waited for before it is asked for again.
     """
 
     tree_episode_weight: str = field(
@@ -148,8 +155,28 @@ class EpisodeOptions:
         },
     )
 
-    def check_episode_options(self) -> None:
-        """Raises ValueError for an option that does not exist."""
+    tree_max_logprob_gap: float | None = field(
+        default=DEFAULT_MAX_GAP,
+        metadata={
+            "help": "Mean difference in nats between a vLLM server's log-probs and the trainer's above which the run "
+            "is stopped; null not to measure it."
+        },
+    )
+    tree_server_timeout: float = field(
+        default=600.0, metadata={"help": "Seconds for which a turn of a vLLM server is waited for."}
+    )
+
+    def server_options(self) -> ServerOptions:
+        """How a vLLM server is asked.
+
+        Raises:
+            ValueError: numbers outside their ranges.
+        """
+        return ServerOptions(timeout=self.tree_server_timeout, max_logprob_gap=self.tree_max_logprob_gap)
+
+    def check_rollout_options(self) -> None:
+        """Raises ValueError for options that cannot work, before anything is sampled."""
+        self.server_options()
         if self.tree_episode_weight not in EPISODE_WEIGHTS:
             raise ValueError(
                 f"expected tree_episode_weight to be one of {', '.join(EPISODE_WEIGHTS)}, "
@@ -158,10 +185,10 @@ class EpisodeOptions:
 
 
 @dataclass
-class TreeGRPOConfig(EpisodeOptions, TreeOptions, GRPOConfig):
+class TreeGRPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
     r"""
     Configuration class for the [`TreeGRPOTrainer`]: every parameter of [`GRPOConfig`], those of [`TreeOptions`]
-    and [`EpisodeOptions`], and:
+    and [`RolloutOptions`], and:
 
     Parameters:
         tree_credit (`str`, *optional*, defaults to `"trajectory"`):
@@ -183,7 +210,7 @@ class TreeGRPOConfig(EpisodeOptions, TreeOptions, GRPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_tree_options()
-        self.check_episode_options()
+        self.check_rollout_options()
         if self.tree_credit not in CREDITS:
             raise ValueError(f"expected tree_credit to be one of {', '.join(CREDITS)}, got {self.tree_credit!r}")
         if self.tree_credit != "trajectory" and self.multi_objective_aggregation != "sum_then_normalize":
@@ -195,16 +222,16 @@ class TreeGRPOConfig(EpisodeOptions, TreeOptions, GRPOConfig):
 
 
 @dataclass
-class TreeGMPOConfig(EpisodeOptions, TreeOptions, GMPOConfig):
+class TreeGMPOConfig(RolloutOptions, TreeOptions, GMPOConfig):
     r"""
     Configuration class for the [`TreeGMPOTrainer`]: every parameter of [`GMPOConfig`], those of [`TreeOptions`]
-    and of [`EpisodeOptions`].
+    and of [`RolloutOptions`].
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_tree_options()
-        self.check_episode_options()
+        self.check_rollout_options()
 
 
 @dataclass

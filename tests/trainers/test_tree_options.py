@@ -382,7 +382,7 @@ def test_turn_credit_on_several_ranks():
     rewards = torch.arange(8.0)
     assert trainer._local(rewards, 8, 4).tolist() == rewards.tolist()
     assert trainer._local(rewards, 4, 4).tolist() == [4, 5, 6, 7]
-    with pytest.raises(ValueError, match="tree_credit=.turn. .*4 rows a rank for groups of 8"):
+    with pytest.raises(ValueError, match=r"tree_credit=.turn. .*4 rows a rank for groups of 8"):
         trainer._local(rewards, 4, 8)
     trainer.scale_rewards = "batch"
     with pytest.raises(ValueError, match="scale_rewards='batch'"):

@@ -28,9 +28,10 @@ def open_engine(trainer: Any, *, seed: int) -> Iterator[Engine]:
         EngineError: a server that does not answer as it should, or a model whose states cannot be kept.
     """
     if trainer.use_vllm:
-        from harts_hf.rollouts.engines.vllm_server import VLLMServerEngine
+        from harts_hf.rollouts.engines.vllm_server import ServerOptions, VLLMServerEngine
 
-        with VLLMServerEngine.from_trainer(trainer) as engine:
+        server_options = getattr(trainer.args, "server_options", ServerOptions)  # a plain GRPOConfig has none
+        with VLLMServerEngine.from_trainer(trainer, options=server_options()) as engine:
             yield engine
         return
     _check_parameters_are_whole(trainer)

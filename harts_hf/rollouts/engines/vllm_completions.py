@@ -178,7 +178,7 @@ def _entropy(logprobs: np.ndarray) -> float:
     logprobs = np.maximum(logprobs, _MINUS_INFINITY)
     probs = np.exp(logprobs)
     rest = max(1.0 - float(probs.sum()), 0.0)
-    return float(-(probs * logprobs).sum()) - (rest * math.log(rest) if rest > 0 else 0.0)
+    return max(float(-(probs * logprobs).sum()) - (rest * math.log(rest) if rest > 0 else 0.0), 0.0)
 
 
 def _short(value: Any) -> str:

@@ -63,7 +63,7 @@ class VLLMServerEngine(Engine):
     Example::
 
         settings = SamplingSettings(temperature=1.0, end_token_ids=(tokenizer.eos_token_id,))
-        with VLLMServerEngine("http://localhost:8000", settings, vocab_size=len(tokenizer)) as engine:
+        with VLLMServerEngine("http://localhost:8000", settings=settings, vocab_size=48) as engine:
             future = engine.submit(TurnRequest(history=tuple(ids), max_tokens=64, seed=0, count=8))
             engine.run(until=future.done)
             turns = future.result()
@@ -90,8 +90,8 @@ class VLLMServerEngine(Engine):
     def __init__(
         self,
         base_url: str,
-        settings: SamplingSettings,
         *,
+        settings: SamplingSettings,
         vocab_size: int,
         model: str | None = None,
         max_positions: int | None = None,
@@ -152,7 +152,7 @@ class VLLMServerEngine(Engine):
             with agree(trainer.accelerator):
                 engine = cls(
                     args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
-                    settings,
+                    settings=settings,
                     vocab_size=config.vocab_size,
                     max_positions=getattr(config, "max_position_embeddings", None),
                     options=options,
@@ -162,6 +162,7 @@ class VLLMServerEngine(Engine):
             assert engine is not None
             if options.max_logprob_gap is not None:
                 engine.probe_gap = probe_once_a_step(trainer, engine, limit=options.max_logprob_gap)
+                engine._num_read = 0  # the probe's tokens are nobody's rollouts
         except BaseException:
             if engine is not None:
                 engine.close()
@@ -206,10 +207,9 @@ class VLLMServerEngine(Engine):
         self.client.close()
 
     def _room(self, request: TurnRequest) -> int:
-        largest = max(max(request.history), -min(request.history) + self.vocab_size - 1)
-        if largest >= self.vocab_size:
-            worst = next(token for token in request.history if not 0 <= token < self.vocab_size)
-            raise ValueError(f"expected a history of token ids below {self.vocab_size}, got {worst}")
+        wrong = next((token for token in request.history if not 0 <= token < self.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"expected a history of token ids below {self.vocab_size}, got {wrong}")
         if self.max_positions is None:
             return request.max_tokens
         room = self.max_positions - len(request.history)

@@ -70,7 +70,7 @@ class Trainer:
 
 def start(server: FakeVLLM, **fields) -> VLLMServerEngine:
     """An engine, from nothing."""
-    return VLLMServerEngine(server.url, SamplingSettings(), **{"vocab_size": VOCAB, **fields})
+    return VLLMServerEngine(server.url, settings=SamplingSettings(), **{"vocab_size": VOCAB, **fields})
 
 
 def test_what_an_engine_knows(server):
@@ -100,7 +100,7 @@ def test_other_models(server, fields, said):
 def test_temperatures_that_vllm_would_change(server):
     """It raises those below 0.01."""
     with pytest.raises(ValueError, match=r"at least 0\.01, to which vLLM raises lower ones, got 0.001"):
-        VLLMServerEngine(server.url, SamplingSettings(temperature=0.001), vocab_size=VOCAB)
+        VLLMServerEngine(server.url, settings=SamplingSettings(temperature=0.001), vocab_size=VOCAB)
 
 
 def test_raw_logprobs(server):
@@ -115,7 +115,7 @@ def test_a_server_that_is_not_there_yet(model):
     server = FakeVLLM(model)
     closed = "http://127.0.0.1:9"  # nobody listens to "discard"
     with pytest.raises(EngineError, match=r"within 0.6 seconds \(vllm_server_timeout\); start one with `vllm serve`"):
-        VLLMServerEngine(closed, SamplingSettings(), vocab_size=VOCAB, server_timeout=0.6)
+        VLLMServerEngine(closed, settings=SamplingSettings(), vocab_size=VOCAB, server_timeout=0.6)
     late = threading.Timer(0.5, server.__enter__)
     late.start()
     with start(server, server_timeout=30) as engine:
@@ -150,6 +150,7 @@ def test_from_trainer(model, server):
         trainer.state.global_step = step
         with VLLMServerEngine.from_trainer(trainer) as engine:
             gaps.append(engine.probe_gap)
+            assert engine.num_read_tokens == 0
             engine.submit(TurnRequest(history=(3,), max_tokens=2, seed=0)).result()
         last = server.bodies[-1]
         assert [last[name] for name in ("temperature", "top_p", "top_k", "stop_token_ids")] == [0.8, 0.7, 12, [1]]

@@ -46,7 +46,7 @@ def open_engine(server: FakeVLLM, *, end_token_ids=(), **options) -> VLLMServerE
     """An engine with the given settings and options."""
     fields = {name: options.pop(name) for name in ("temperature", "top_k", "top_p", "min_p") if name in options}
     settings = SamplingSettings(end_token_ids=end_token_ids, **fields)
-    engine = VLLMServerEngine(server.url, settings, vocab_size=VOCAB, options=ServerOptions(**options))
+    engine = VLLMServerEngine(server.url, settings=settings, vocab_size=VOCAB, options=ServerOptions(**options))
     server.bodies.clear()  # of the checks at the start
     server.headers.clear()
     return engine
@@ -70,8 +70,8 @@ def scores(model, history, turn, settings) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"temperature": 0.7}, {"top_k": 5, "temperature": 1.3}, {"top_p": 0.6, "min_p": 0.05}],
-    ids=["temperature", "top_k", "top_p"],
+    [{"temperature": 0.7}, {"top_k": 5, "temperature": 1.3}, {"top_p": 0.6}, {"min_p": 0.3}],
+    ids=["temperature", "top_k", "top_p", "min_p"],
 )
 def test_logprobs_are_of_what_was_drawn(server, model, settings):
     """Log-probs of forked turns equal the unpatched model's, after all that cuts the distribution."""
@@ -88,7 +88,7 @@ def test_logprobs_are_of_what_was_drawn(server, model, settings):
 
 
 def test_entropies(server, model):
-    """With all tokens asked for they are exact; with fewer, the rest is one token, so they are not above."""
+    """Of the likeliest tokens and the drawn one, the rest taken as one token; exact with all of them."""
     request = TurnRequest(history=HISTORIES[1], max_tokens=6, seed=2, entropies=True)
     with open_engine(server, num_top_logprobs=VOCAB) as engine:
         ((whole,),) = sample(engine, request)
@@ -97,7 +97,10 @@ def test_entropies(server, model):
     logprobs = scores(model, request.history, whole, {})
     assert np.abs(np.array(whole.entropies) + (logprobs.exp() * logprobs).sum(-1).numpy()).max() < TOLERANCE
     assert part.token_ids == whole.token_ids
-    assert all(0 < few < every for few, every in zip(part.entropies, whole.entropies, strict=True))
+    for entropy, token, row in zip(part.entropies, part.token_ids, logprobs.exp().double(), strict=True):
+        seen = row[sorted({token, *row.topk(10).indices.tolist()})]
+        groups = torch.cat([seen, 1 - seen.sum(0, keepdim=True)])
+        assert abs(entropy + float((groups * groups.log()).sum())) < TOLERANCE
 
 
 def test_seeds(server):
@@ -227,6 +230,15 @@ def test_malformed_answers(server, change, said):
             sample(engine, TurnRequest(history=(3,), max_tokens=2, seed=0, count=2))
 
 
+def test_choices_in_another_order(server):
+    """Continuations are told apart by their numbers."""
+    request = TurnRequest(history=(3,), max_tokens=4, seed=0, count=3)
+    with open_engine(server) as engine:
+        (expected,) = sample(engine, request)
+        server.faults.append(fake_vllm.changed(server, lambda answer: answer["choices"].reverse()))
+        assert sample(engine, request) == [expected]
+
+
 def test_not_a_number_is_no_logprob(server):
     """JSON has no NaN, and vLLM has written it."""
     broken = '{"choices": [{"index": 0, "finish_reason": "length", "token_ids": [3], "logprobs": %s}]}'
@@ -307,14 +319,16 @@ def test_secrets_are_sent_and_never_shown(server, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
     with pytest.raises(ValueError, match="got both") as both:
-        VLLMServerEngine(server.url.replace("//", "//me:hidden@"), SamplingSettings(), vocab_size=VOCAB)
+        VLLMServerEngine(server.url.replace("//", "//me:hidden@"), settings=SamplingSettings(), vocab_size=VOCAB)
     with open_engine(server) as engine:
         server.faults.append(fake_vllm.status(401, "no key like sesame is known"))
         with pytest.raises(HTTPAnswerError, match=r"HTTP 401: no key like \[secret\] is known") as refused:
             sample(engine, TurnRequest(history=(3,), max_tokens=2, seed=0))
         assert server.headers[-1]["authorization"] == "Bearer sesame"
     monkeypatch.delenv("VLLM_API_KEY")
-    with VLLMServerEngine(server.url.replace("//", "//me:hidden@"), SamplingSettings(), vocab_size=VOCAB) as engine:
+    with VLLMServerEngine(
+        server.url.replace("//", "//me:hidden@"), settings=SamplingSettings(), vocab_size=VOCAB
+    ) as engine:
         assert server.headers[-1]["authorization"].startswith("Basic ")
         server.faults.append(fake_vllm.status(401))
         with pytest.raises(HTTPAnswerError) as password:
@@ -337,7 +351,7 @@ def test_secrets_are_sent_and_never_shown(server, monkeypatch, caplog):
 def test_addresses_that_are_none(url, said):
     """Refused at once, and without showing what may be secret."""
     with pytest.raises(ValueError, match=said) as error:
-        VLLMServerEngine(url, SamplingSettings(), vocab_size=VOCAB)
+        VLLMServerEngine(url, settings=SamplingSettings(), vocab_size=VOCAB)
     assert "hidden" not in str(error.value)
 
 
