@@ -1,6 +1,6 @@
 """Run by torchrun: trains on episodes with a backend, case by case, and saves what each rank drew and logged.
 
-    torchrun --nproc_per_node 2 train_episodes.py {ddp,fsdp2,zero3} FOLDER CASE ...
+    torchrun --nproc_per_node 2 train_episodes.py FOLDER {ddp,fsdp2,zero3}:CASE ...
 
 The folder holds the model of the start as ``start``.
 
@@ -22,8 +22,8 @@ CASES = {
     "grpo": {"loss_type": "grpo", "entropy_coef": 0.5, **EVALUATION},
     "bnpo": {"loss_type": "bnpo", "entropy_coef": 0.5, "beta": 0.1, **DRIFT},
     "dapo": {"loss_type": "dapo", "steps_per_generation": 4, **EVALUATION},
-    "vespo": {"loss_type": "vespo", **DRIFT},
     "sequence-level": {"loss_type": "luspo", "importance_sampling_level": "sequence", **DRIFT, "learning_rate": 0.01},
+    "clipped": {"loss_type": "grpo", **DRIFT},
     "weighed-grpo": {"loss_type": "grpo", "tree_episode_weight": "episode", "entropy_coef": 0.5, "beta": 0.1},
     "weighed-bnpo": {"loss_type": "bnpo", "tree_episode_weight": "episode", "entropy_coef": 0.5, **EVALUATION},
     "weighed-dapo": {"loss_type": "dapo", "tree_episode_weight": "episode", "entropy_coef": 0.5, **DRIFT},
@@ -51,12 +51,18 @@ def break_reward(rank, output):
         output["recorded_reward"] = [0.0] * len(output["episode"])
 
 
+def clip_all(rank, output):
+    """Nothing was good: the second iteration finds tokens of every row below the clip range."""
+    output["advantages"] = [[-1.0] * len(ids) for ids in output["completion_ids"]]
+
+
 BROKEN = {"mixed-keys": drop_key, "broken-index": break_index, "broken-reward": break_reward}
 
 
 def main() -> None:
     """See the module."""
-    backend, folder, cases, rank = sys.argv[1], Path(sys.argv[2]), sys.argv[3:], int(os.environ["RANK"])
+    folder, cases, rank = Path(sys.argv[1]), sys.argv[2:], int(os.environ["RANK"])
+    from accelerate.state import AcceleratorState
     from support import recorded
     from support.episodes import RaggedRollouts
     from support.models import tiny_model
@@ -64,8 +70,12 @@ def main() -> None:
 
     from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 
-    for case in cases:
-        change = BROKEN.get(case)
+    before = cases[0].partition(":")[0]
+    for backend, _, case in (name.partition(":") for name in cases):
+        if backend != before:  # one process runs one backend after another
+            AcceleratorState._reset_state(reset_partial_state=True)
+        before = backend
+        change = {**BROKEN, "clipped": clip_all}.get(case)
         rollouts = RaggedRollouts(change=None if change is None else lambda out, change=change: change(rank, out))
         # DeepSpeed knows no float64.
         dtype = torch.float64 if backend == "ddp" else torch.float32
@@ -107,7 +117,7 @@ def main() -> None:
             "parameters": {name: value.cpu() for name, value in parameters.items()} if rank == 0 else {},
             "settings": {name: value for name, value in vars(args).items() if isinstance(value, int | float | str)},
         }
-        (folder / f"{case}-{rank}").write_bytes(pickle.dumps(result))
+        (folder / f"{backend}:{case}-{rank}").write_bytes(pickle.dumps(result))
     torch.distributed.barrier()  # neither rank leaves while the other still needs it
     # Nothing is left to do, and tearing down threads of gloo and DeepSpeed aborts now and then.
     sys.stdout.flush()

@@ -179,7 +179,7 @@ def test_lengths(source, tmp_path):
         assert log["num_tokens"] == prompts + sum(by_sample)
 
 
-@pytest.mark.parametrize("loss", ["grpo", "bnpo", "dapo"])
+@pytest.mark.parametrize("loss", ["bnpo", "dapo"])
 def test_no_sample_at_all(loss, tmp_path):
     """A batch of episodes without samples takes a step of zero gradients, and the next batch trains."""
 
@@ -204,6 +204,7 @@ def one_sample_each(prompt, count):
     ]
 
 
+@pytest.mark.essential("bnpo")
 @pytest.mark.parametrize("loss", ["grpo", "bnpo", "dapo"])
 def test_with_one_row_an_episode_the_key_changes_nothing(loss, tmp_path):
     """Bit for bit: parameters and metrics."""

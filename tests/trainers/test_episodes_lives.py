@@ -1,7 +1,5 @@
 """Trainings on episodes from end to end: resumed, with credit per turn, with calls that differ, and refused ones."""
 
-import math
-
 import pytest
 import torch
 from support.episode_runs import assert_follows, build_trainer, followed, run_on_episodes, train
@@ -83,6 +81,22 @@ def test_credit_of_turns_is_over_episodes(tmp_path):
         assert got[row, : len(values)].tolist() == pytest.approx(values), row
 
 
+@pytest.mark.xfail(strict=True, reason="a loss of the KL's rounding alone is taken for one with other terms")
+@pytest.mark.parametrize("learning_rate", [1e-3, 1e-4])
+def test_equal_rewards_near_the_reference_in_float32(learning_rate, tmp_path):
+    """A step whose advantages are all 0 has a KL term only, of differences so small that rounding makes it up."""
+
+    def change(output):
+        if len(rollouts.training) > 1:
+            output["recorded_reward"] = [1.0] * 8
+
+    rollouts = RaggedRollouts(change=change)
+    options = {"beta": 0.1, "tree_episode_weight": "episode", "learning_rate": learning_rate}
+    trainer = build_trainer(tmp_path, rollouts, dtype=torch.float32, max_steps=3, **options)
+    trainer.train()
+    assert all(abs(log["loss"]) < 1e-6 for log in trainer.state.log_history[1:-1])
+
+
 def test_calls_may_differ_between_steps(tmp_path):
     """A generation without the key has one row an episode; the next may have it."""
     calls = []
@@ -109,58 +123,30 @@ def test_calls_may_not_differ_within_a_step(tmp_path):
         run_on_episodes(tmp_path, rollouts, steps_per_generation=1)
 
 
-def set_item(key, row, value):
-    """Replaces one entry of a column."""
-
-    def change(output):
-        output[key][row] = value
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda out: out["episode"].pop(), r"\d+ rows, as many as 'episode' has entries, got \d+ in 'prompt_ids'"),
         (lambda out: out["env_mask"].pop(), r"\d+ rows, as many as 'episode' has entries, got \d+ in 'env_mask'"),
-        (lambda out: out["logprobs"].append([0.0]), r"\d+ rows, as many as 'episode'.*in 'logprobs'"),
         (lambda out: out["episode"].reverse(), "in the order of the prompts, got episode"),
-        (set_item("episode", -1, 8), r"in \[0, 8\), got 8"),
-        (set_item("episode", 0, -1), r"in \[0, 8\), got -1 in row 0"),
-        (set_item("episode", 0, 0.5), r"in \[0, 8\), got 0\.5 in row 0"),
-        (set_item("episode", 0, None), r"in \[0, 8\), got None in row 0"),
-        (lambda out: out.update(episode=3), "'episode' to be a list of indices"),
+        (lambda out: out["episode"].__setitem__(-1, 8), r"in \[0, 8\), got 8"),
         (lambda out: out.update(note=["a"] * len(out["episode"])), r"'note' to have 8 entries, one per episode"),
         (lambda out: out.update(recorded_reward=[0.0] * 7), r"'recorded_reward' to have 8 entries.*got 7"),
         (lambda out: out.update(samples=[[]] * 8), "no samples beside 'episode'"),
-        (set_item("completion_ids", 3, []), r"completion_ids\[3\] to hold at least one token"),
-        (set_item("completion_ids", -1, [VOCAB]), rf"\[0, {VOCAB}\)"),
-        (set_item("env_mask", 9, [2]), r"env_mask\[9\]"),
+        (lambda out: out["completion_ids"].__setitem__(9, [VOCAB]), rf"\[0, {VOCAB}\) in completion_ids\[9\]"),
         (lambda out: out.update(advantages=[[0.0]] * 8), r"rows, as many as 'episode'.*got 8 in 'advantages'"),
-        (
-            lambda out: out.update(advantages=[[math.nan] * len(ids) for ids in out["completion_ids"]]),
-            r"finite numbers in advantages\[0\]",
-        ),
         (lambda out: out.pop("episode"), "8 rows for 8 prompts.*the key 'episode'"),
     ],
     ids=[
         "fewer-indices",
         "fewer-masks",
-        "more-logprobs",
         "descending",
         "beyond",
-        "negative",
-        "fraction",
-        "none",
-        "no-list",
         "extra-per-row",
         "extra-too-short",
         "samples",
-        "empty-completion",
         "vocabulary",
-        "mask",
         "advantages-per-episode",
-        "nan-advantage",
         "no-key",
     ],
 )
