@@ -60,7 +60,6 @@ def test_options(name, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.xfail(strict=True, reason="what recurs of a truncated row, whose mask is 0, is not trained anywhere")
 @pytest.mark.parametrize("weight", ["sample", "episode"])
 def test_truncated_rows(weight, tmp_path):
     """A token that a truncated row has too is trained where it recurs: once, not never."""
