@@ -43,17 +43,8 @@ class Form(NamedTuple):
     ignored: tuple[str, ...] = ()
 
 
-ROLLOUT_KEYS = (
-    "group",
-    "token_ids",
-    "messages",
-    "tools",
-    "loss_mask",
-    "advantage",
-    "reward",
-    "old_logprobs",
-    "episode",
-)
+_OWN_KEYS = ("tools", "loss_mask", "advantage", "reward", "old_logprobs", "episode")
+ROLLOUT_KEYS = ("group", "token_ids", "messages", *_OWN_KEYS)
 SHAPE_KEYS = ("group", "parent", "length", "sample_node", "reward", "trained")
 
 # The first that knows a row reads the file: special forms stand before general ones.

@@ -30,7 +30,7 @@ def read_sdk_events(events: list[dict[str, Any]], messages: list[Message], skipp
             call = need(event, "tool_call", dict, what)
             call = call if "function" in call else {"id": call.get("id"), **_function(call, what)}
             response = event.get("llm_response_id")
-            turn = None if response is None else turns.get(response)
+            turn = turns.get(response) if isinstance(response, str) else None
             if turn is None:
                 turn = {
                     "role": "assistant",
@@ -39,7 +39,8 @@ def read_sdk_events(events: list[dict[str, Any]], messages: list[Message], skipp
                     **_thought(event),
                 }
                 messages.append(turn)
-                turns[response] = turn
+                if isinstance(response, str):
+                    turns[response] = turn
             turn["tool_calls"].append(call)
         elif kind in ("ObservationEvent", "UserRejectObservation", "AgentErrorEvent"):
             observation = get(event, "observation", dict, what) or {}
