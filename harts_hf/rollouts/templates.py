@@ -91,8 +91,11 @@ class ChatTemplate:
             ValueError: the template fails, or renders the messages before in another way once the turn is there and
                 does not show where the turn begins.
         """
-        ids, mask = self.marked(messages[: index + 1], tools)
         before = self._before(messages, tools, index)
+        try:
+            ids, mask = self.marked(messages[: index + 1], tools)
+        except Exception as error:  # as above
+            raise ValueError(f"the chat template failed at message {index + 1}: {error}") from error
         same = min(len(before), len(ids))
         differ = np.flatnonzero(np.array(before[:same]) != ids[:same])
         start = int(differ[0]) if len(differ) else same
@@ -133,6 +136,7 @@ class ChatTemplate:
         return self._knows[what]
 
     def _before(self, messages: list[Message], tools: Tools, index: int) -> Any:
+        """What the agent sent for the turn ``index``, as the model was given it."""
         try:
             return self.render(messages[:index], tools, for_answer=True)
         except Exception as error:  # as above

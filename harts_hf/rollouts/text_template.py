@@ -71,6 +71,13 @@ class TextTemplate(ChatTemplate):
         self._longest = ("", np.zeros(0, np.int64))
         return self._segments.is_exact(text, ids)
 
+    def _rendered(self, messages: list[Message], tools: Tools, number: int) -> str:
+        """The text of the first messages."""
+        try:
+            return self.render(messages[:number], tools)
+        except Exception as error:  # templates are programs: they raise what they like
+            raise ValueError(f"the chat template failed at message {number}: {error}") from error
+
     def _whole(self, messages: list[Message], tools: Tools) -> str:
         """The text of a whole conversation: that of the check, if it was of these messages."""
         checked, text = self._prepared
@@ -87,10 +94,10 @@ class TextTemplate(ChatTemplate):
 
     def _turn(self, before: str, messages: list[Message], tools: Tools, index: int) -> tuple[str, int]:
         """The text of a turn's sample, and where the turn begins in it."""
-        text = self.render(messages[: index + 1], tools)
+        text = self._rendered(messages, tools, index + 1)
         if text.startswith(before):
             return text, len(before)
-        history = self.render(messages[:index], tools)
+        history = self._rendered(messages, tools, index)
         same = _common_prefix(text, before)
         if before.startswith(history) and same >= len(history):
             # The answer goes on in another way than the prompt for it, which may open a thought, say.
@@ -133,8 +140,8 @@ class TextTemplate(ChatTemplate):
     ) -> list[tuple[int, int]] | None:
         """Where the turns stand in the text of the whole conversation; None where that cannot be told."""
         first = turns[0]
-        before, history = self._before(messages, tools, first), self.render(messages[:first], tools)
-        with_first = self.render(messages[: first + 1], tools)
+        before, history = self._before(messages, tools, first), self._rendered(messages, tools, first)
+        with_first = self._rendered(messages, tools, first + 1)
         end = self._end(with_first, len(history))
         special = self._segments.special
         closings = [] if special is None else [m.group() for m in special.finditer(with_first, len(history), end)]

@@ -120,9 +120,15 @@ def keys_of(row: Any) -> str:
     return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") or "none"
 
 
-def joined(texts: Iterable[str | None]) -> str | None:
+def joined(texts: Iterable[Any]) -> str | None:
     """The texts that say something, a line each; None if there is none."""
-    return "\n".join(text for text in texts if text) or None
+    return "\n".join(text for text in texts if isinstance(text, str) and text) or None
+
+
+def strings_of(blocks: Any, key: str) -> list[str]:
+    """The texts that a list of blocks has at a key; whatever else is among them is passed over."""
+    entries = blocks if isinstance(blocks, list) else ()
+    return [entry[key] for entry in entries if isinstance(entry, dict) and isinstance(entry.get(key), str)]
 
 
 _NAMES: dict[type, str] = {list: "a list", dict: "an object", str: "a text"}

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from harts_hf.rollouts.readers.conversation import Message, get, joined, need
+from harts_hf.rollouts.readers.conversation import Message, get, joined, need, strings_of
 
 
 def is_sdk_event(event: dict[str, Any]) -> bool:
@@ -61,7 +61,7 @@ def _thought(event: dict[str, Any]) -> dict[str, str]:
     thought = event.get("reasoning_content")
     if not isinstance(thought, str):
         blocks = event.get("thinking_blocks")
-        thought = joined(_strings(blocks if isinstance(blocks, list) else (), "thinking"))
+        thought = joined(strings_of(blocks, "thinking"))
     return {"reasoning_content": thought} if thought else {}
 
 
@@ -69,8 +69,4 @@ def _text(content: Any) -> str:
     """The text of a text, a block, or a list of blocks."""
     if isinstance(content, str):
         return content
-    return "".join(_strings(content if isinstance(content, list) else [content], "text"))
-
-
-def _strings(blocks: Any, key: str) -> list[str]:
-    return [block[key] for block in blocks if isinstance(block, dict) and isinstance(block.get(key), str)]
+    return "".join(strings_of(content if isinstance(content, list) else [content], "text"))

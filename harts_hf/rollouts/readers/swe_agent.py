@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from harts_hf.rollouts.readers.chat import chat_messages, tool_descriptions
-from harts_hf.rollouts.readers.conversation import Conversation, Message, Thread, need, objects
+from harts_hf.rollouts.readers.conversation import Conversation, Message, Thread, joined, need, objects, strings_of
 
 KEYS = ("trajectory", "history", "tools")
 IGNORED = ("info", "environment", "replay_config", "instance_id")
@@ -53,16 +53,10 @@ def _messages(history: list[dict[str, Any]]) -> list[Message]:
         ids = message.pop("tool_call_ids", None)
         if ids and entry.get("role") == "tool":
             message["tool_call_id"] = ids[0] if isinstance(ids, list) else ids
-        thoughts = [block for block in entry.get("thinking_blocks") or () if isinstance(block, dict)]
-        if thoughts:
-            content = entry.get("content")
-            message["content"] = [*thoughts, *(content if isinstance(content, list) else _text(content))]
+        if thought := joined(strings_of(entry.get("thinking_blocks"), "thinking")):
+            message["reasoning_content"] = thought
         found.append(message)
     return chat_messages(found, "history")
-
-
-def _text(content: Any) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": content}] if content else []
 
 
 def _queries(row: dict[str, Any], answers: list[Message]) -> list[list[Message]] | None:

@@ -10,7 +10,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from harts_hf.rollouts.readers.chat import chat_messages, tool_descriptions
-from harts_hf.rollouts.readers.conversation import Conversation, Message, Thread, get, need, objects, reward_of
+from harts_hf.rollouts.readers.conversation import (
+    Conversation,
+    Message,
+    Thread,
+    get,
+    joined,
+    need,
+    objects,
+    reward_of,
+    strings_of,
+)
 
 KEYS = ("simulations", "info")
 IGNORED = ("tasks", "timestamp")
@@ -79,10 +89,9 @@ def _message(message: dict[str, Any]) -> Message:
         found["tool_calls"] = message["tool_calls"]
     raw = message.get("raw_data")
     if message.get("role") == "assistant" and isinstance(raw, dict):
-        blocks = raw.get("thinking_blocks")
-        thoughts = [block.get("thinking") for block in blocks or () if isinstance(block, dict)]
         said = raw.get("message")
-        reasoning = said.get("reasoning_content") if isinstance(said, dict) else None
-        if reasoning or any(thoughts):
-            found["reasoning_content"] = reasoning or "\n".join(filter(None, thoughts))
+        thought = said.get("reasoning_content") if isinstance(said, dict) else None
+        thought = joined([thought]) or joined(strings_of(raw.get("thinking_blocks"), "thinking"))
+        if thought:
+            found["reasoning_content"] = thought
     return found
