@@ -47,7 +47,7 @@ def add_rollouts(parser: argparse.ArgumentParser, *, tokenizer: str) -> None:
     )
 
 
-def load_rollouts(options: argparse.Namespace, tokenizer: Any) -> RolloutFile:
+def read_rollouts(options: argparse.Namespace, tokenizer: Any) -> RolloutFile:
     """The file that :func:`add_rollouts` asked for; its warnings go to stderr, a line each."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HartsWarning)

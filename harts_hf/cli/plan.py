@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from harts_hf.cli.checks import check_output_file, check_picture, refuse_to_overwrite
-from harts_hf.cli.loading import add_rollouts, load_rollouts, load_tokenizer, summary
+from harts_hf.cli.loading import add_rollouts, load_tokenizer, read_rollouts, summary
 from harts_hf.cli.output import printable, replacing, write_json
 from harts_hf.planner import (
     CostModel,
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     given = {field.name: getattr(options, field.name) for field in fields(PlannerConfig) if field.name in options}
     config = PlannerConfig(**{**given, "cost": None if options.cost is None else CostModel.load(options.cost)})
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
-    file = load_rollouts(options, tokenizer)
+    file = read_rollouts(options, tokenizer)
     groups = file.groups
     report = plan_report(groups, config)
     schedule: Schedule = report.pop("schedule")

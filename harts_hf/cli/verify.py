@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import harts_hf
 from harts_hf.cli.checks import check_output_file, find_device, refuse_to_overwrite, seed
-from harts_hf.cli.loading import add_rollouts, is_random, load_model, load_rollouts, load_tokenizer, summary
+from harts_hf.cli.loading import add_rollouts, is_random, load_model, load_tokenizer, read_rollouts, summary
 from harts_hf.cli.output import printable, write_json
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace) -> bool:
     check_output_file("--json", options.json)
     device = find_device(options.device)
     planner = PlannerConfig(max_tokens_per_microbatch=options.max_tokens_per_microbatch, sharing="always")
-    file = load_rollouts(options, _tokenizer(options))
+    file = read_rollouts(options, _tokenizer(options))
     model = load_model(options.model, getattr(torch, options.dtype), seed=options.seed).to(device).eval()
     draws = _draws(file.groups, model, options)
     about = {**_about(model, options, file), **_about_draws(draws, planner)}

@@ -95,7 +95,7 @@ class Reading:
             form=self._form.name,
             num_conversations=tally.conversations,
             samples_per=self._samples_per,
-            notes=dict(tally.notes),
+            notes={note: number for note, number in tally.notes.items() if number},
         )
 
     def _is_own(self, row: Any) -> bool:

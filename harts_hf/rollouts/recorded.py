@@ -85,4 +85,4 @@ class RolloutFile:
             return [f"{samples:,} trajectories ({self.form})"]
         of = f"{self.num_conversations:,} conversations ({self.form})"
         lines = [f"{samples:,} samples of {of}, one per {self.samples_per}"]
-        return [*lines, *(f"{number:,} {note}" for note, number in self.notes.items() if number)]
+        return [*lines, *(f"{number:,} {note}" for note, number in self.notes.items())]
