@@ -143,7 +143,8 @@ class ChatTemplate:
             if isinstance(error, TypeError) and "add_generation_prompt" in str(error):  # no such option
                 return self.render(messages[:index], tools)
             raise ValueError(
-                f"the chat template failed with what stands before message {index + 1}: {error}"
+                f"the chat template failed with what stands before message {index + 1}: {error} (samples per "
+                "conversation do not need it)"
             ) from error
 
     def _encoded(self, messages: list[Message], tools: Tools, options: dict[str, Any]) -> Any:

@@ -98,14 +98,16 @@ class TextTemplate(ChatTemplate):
         if text.startswith(before):
             return text, len(before)
         history = self._rendered(messages, tools, index)
-        same = _common_prefix(text, before)
-        if before.startswith(history) and same >= len(history):
-            # The answer goes on in another way than the prompt for it, which may open a thought, say.
-            return text, max(self._cut(text, same), len(history))
         if before == history:  # no prompt for an answer: nothing else shows where it begins
-            return text, self._cut(text, same)
+            return text, self._cut(text, _common_prefix(text, before))
+        openings = self._openings(before[len(history) :]) if before.startswith(history) else []
+        if text.startswith(history):
+            # The answer goes on in another way than the prompt for it, which may open a thought, say.
+            for opening in openings:
+                if text.startswith(opening, len(history)):
+                    return text, len(history) + len(opening)
         # The template writes the history in another way once the turn is there: the agent sent it as it was before.
-        for opening in self._openings(before[len(history) :] if before.startswith(history) else ""):
+        for opening in openings:
             place = text.rfind(opening)
             if place >= 0:
                 return history + text[place:], len(history) + len(opening)

@@ -278,6 +278,7 @@ FORMS = {
     "messages: calls as texts": Written(
         [{"messages": [{**m, "tool_calls": [json.dumps(CALL)]} if "tool_calls" in m else m for m in MESSAGES]}]
     ),
+    "messages: one text": Written([{"messages": json.dumps(MESSAGES)}]),
     "requests": Written([{"messages": [MESSAGES[: turn + 1] for turn in TURNS], "reward": 1.0}], reward=1.0),
     "anthropic": Written([{"system": "be brief", "messages": blocks()}]),
     "nemo-gym": Written(nemo_gym(), "3", 0.5),

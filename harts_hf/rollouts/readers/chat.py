@@ -19,12 +19,14 @@ def chat_messages(items: Any, what: str = "messages") -> list[Message]:
     """A list of messages, items and responses in the form of OpenAI's chat interface.
 
     Args:
-        items: what a file has; it is not changed.
+        items: what a file has, or a JSON string of it; it is not changed.
         what: its name in an error.
 
     Raises:
         ValueError: no list of objects, or an empty one; tool calls that are no objects.
     """
+    if isinstance(items, str) and items.lstrip().startswith("["):  # some write them as JSON into a column of texts
+        items = _parsed(items) or items
     if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
         raise ValueError(f"expected {what} to be a non-empty list of objects, got {shortened(items)}")
     found: list[Message] = []
@@ -44,10 +46,10 @@ def tool_descriptions(tools: Any) -> list[dict[str, Any]] | None:
     Raises:
         ValueError: something else than a list of objects, or of JSON strings of objects.
     """
-    if isinstance(tools, str) and tools.strip():
-        tools = _parsed(tools)
     if tools is None or tools == "" or tools == []:
         return None
+    if isinstance(tools, str):
+        tools = _parsed(tools)
     if not isinstance(tools, list):
         raise ValueError(f"expected tools to be a list of objects, got {shortened(tools)}")
     found = [_parsed(tool) if isinstance(tool, str) else tool for tool in tools]

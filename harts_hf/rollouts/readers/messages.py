@@ -18,7 +18,7 @@ ANTHROPIC_KEYS = (*KEYS, "system")
 def is_row(row: Any) -> bool:
     """Whether a row has ``messages``, or is a list of messages."""
     if isinstance(row, dict):
-        return "messages" in row and not isinstance(row["messages"], str)
+        return "messages" in row
     return isinstance(row, list) and all(isinstance(entry, dict) and "role" in entry for entry in row)
 
 

@@ -5,6 +5,7 @@ agent holds results of tools and answers of users, too; what the prompt's assist
 Rows of verifiers may have a ``trajectory`` of steps, each with a prompt and completion: a request each.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -60,10 +61,8 @@ def _thread(row: dict[str, Any], tools: list[dict[str, Any]] | None, where: str)
 def _messages_of_text(value: Any) -> Any:
     """Messages that were written as a JSON string; other values as they are."""
     if isinstance(value, str) and value.lstrip().startswith("[{"):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             parsed = json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-        if all(isinstance(entry, dict) and "role" in entry for entry in parsed):
-            return parsed
+            if all(isinstance(entry, dict) and "role" in entry for entry in parsed):
+                return parsed
     return value

@@ -51,7 +51,14 @@ def test_samples_of_each_form(tmp_path, name, suffix):
 
 # The others have contents of several types, which do not go into one column.
 IN_PARQUET = [
-    *("messages", "messages: JSON strings and nulls", "messages: flat calls", "requests", "mini-swe-agent"),
+    *(
+        "messages",
+        "messages: JSON strings and nulls",
+        "messages: flat calls",
+        "messages: one text",
+        "requests",
+        "mini-swe-agent",
+    ),
     *("nemo-gym: input and output", "tau-bench", "tau2-bench", "swe-agent", "prompt-completion"),
     *("openhands: SDK", "prompt-completion: JSON"),
 ]

@@ -36,8 +36,9 @@ def replaced(value, path, new):
 def test_wrong_types_anywhere(tmp_path, name):
     """Whatever stands in the place of a value: the row is read, or the error names the line."""
     row, tokenizer, path = FORMS[name].rows[0], byte_tokenizer(), tmp_path / "r.jsonl"
-    errors = number = 0
-    for number, place in enumerate(paths(row)):
+    errors = 0
+    places = list(paths(row))
+    for number, place in enumerate(places[:: 1 + len(places) // 80]):
         # Each value has its turn in some places; all of them in all would take minutes.
         new = (None, 7, "text", [], {}, [{}], [[]], True, 1e400, "\ud800")[(number + len(name)) % 10]
         path.write_text(json.dumps(replaced(row, place, new)) + "\n")
@@ -46,7 +47,7 @@ def test_wrong_types_anywhere(tmp_path, name):
         except RolloutFileError as error:
             errors += 1
             assert str(error).startswith(f"{path}, line 1: ") or "at least one trajectory" in str(error)
-    assert number > 1 and errors > 0
+    assert errors > 0 or len(places) < 10
 
 
 @pytest.mark.parametrize("name", FORMS)

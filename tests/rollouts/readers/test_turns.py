@@ -126,6 +126,18 @@ def test_a_template_that_renders_the_history_otherwise_once_the_turn_is_there():
     assert text_of(ids[mask]) == "<think>f</think>e<|im_end|>"
 
 
+def test_an_answer_that_begins_as_the_prompt_that_it_does_not_have():
+    """The prompt opens a thought that answers do not write: an answer that begins alike is whole, its role is not."""
+    template = (
+        "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>' }}{%- endif %}"
+    )
+    found = chat_template(byte_tokenizer(template))
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<thistle>"}]
+    ids, mask = found.turn(found.prepared(messages, None), None, 1)
+    assert text_of(ids[mask]) == "<thistle><|im_end|>"
+
+
 def test_where_a_template_has_no_prompt_for_an_answer():
     """The turn begins where its rendering leaves that of the messages before."""
     tokenizer = byte_tokenizer("{%- for m in messages %}{{- '<' + m.role + '>' + m.content }}{%- endfor %}", ())
