@@ -102,6 +102,8 @@ class Sampler:
         ids, mask = self.template.conversation(messages, tools, turns)
         if not turns and mask is None:
             mask = ids < 0  # nothing
+        elif mask is None:
+            self.tally.notes["lists of messages in whose text the turns cannot be told: they have no mask"] += 1
         yield ids, mask
 
     def _count(self, thread: Thread) -> None:

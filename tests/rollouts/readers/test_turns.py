@@ -133,9 +133,10 @@ def test_an_answer_that_begins_as_the_prompt_that_it_does_not_have():
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>' }}{%- endif %}"
     )
     found = chat_template(byte_tokenizer(template))
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<thistle>"}]
-    ids, mask = found.turn(found.prepared(messages, None), None, 1)
-    assert text_of(ids[mask]) == "<thistle><|im_end|>"
+    for content in ("<thistle>", "<thistle> of <|im_start|>assistant\n"):
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+        ids, mask = found.turn(found.prepared(messages, None), None, 1)
+        assert text_of(ids[mask]) == content + "<|im_end|>"
 
 
 def test_where_a_template_has_no_prompt_for_an_answer():
@@ -268,6 +269,16 @@ def test_thoughts_that_a_template_does_not_know_are_counted(tmp_path):
     with pytest.warns(HartsWarning, match="2 turns have thoughts that the chat template does not write"):
         file = read_rollout_file(path, byte_tokenizer(template + "{%- endfor %}"))
     assert file.notes["turns whose thoughts the chat template does not write"] == 2
+
+
+def test_a_conversation_whose_turns_cannot_be_told(tmp_path):
+    """A template without a prompt for answers and without marks: no mask, and it is said."""
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]))
+    tokenizer = byte_tokenizer("{%- for m in messages %}{{- m.role + m.content + '<|im_end|>' }}{%- endfor %}")
+    file = read_rollout_file(path, tokenizer, samples_per="conversation")
+    assert file.groups[0].rollouts[0].loss_mask is None
+    assert file.summary[1] == "1 lists of messages in whose text the turns cannot be told: they have no mask"
 
 
 def test_what_is_not_in_a_sample_is_counted(tmp_path):
