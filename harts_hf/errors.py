@@ -10,4 +10,4 @@ class RolloutFileError(ValueError):
 
 
 class HartsWarning(UserWarning):
-    """Something legal that costs sharing, memory or speed; never a wrong result."""
+    """Something legal that costs sharing, memory or speed, or input that is left aside; never a wrong result."""

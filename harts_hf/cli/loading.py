@@ -1,8 +1,72 @@
-"""Models and tokenizers that commands are given by name."""
+"""Rollout files, models and tokenizers that commands are given by name."""
 
+import argparse
 import json
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
+
+from harts_hf.cli.output import printable, printable_lines
+from harts_hf.errors import HartsWarning
+from harts_hf.rollouts.files import RolloutFile, read_rollout_file
+from harts_hf.rollouts.readers import FORMS
+from harts_hf.rollouts.readers.samples import SAMPLES_PER
+
+
+def add_rollouts(parser: argparse.ArgumentParser, *, tokenizer: str) -> None:
+    """Adds the argument ``ROLLOUTS`` and the options of how it is read.
+
+    Args:
+        parser: the command's.
+        tokenizer: the help of ``--tokenizer``.
+    """
+    parser.add_argument(
+        "rollouts",
+        metavar="ROLLOUTS",
+        help="rollouts, shapes, or what an agent wrote (.jsonl, .json, .traj, .parquet; .gz of them; docs/formats.md)",
+    )
+    parser.add_argument("--tokenizer", help=tokenizer)
+    parser.add_argument(
+        "--format",
+        choices=[form.name for form in FORMS],
+        help="the form of the file (default: recognised from its first row)",
+    )
+    parser.add_argument(
+        "--samples-per",
+        choices=SAMPLES_PER,
+        default=SAMPLES_PER[0],
+        help="make a sample of each turn of a conversation, as its agent asked for it, or of each conversation "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--group-key",
+        metavar="KEY",
+        help="where rows say which group they are of, such as task or info.task (default: what the form has, else the "
+        "file is one group)",
+    )
+
+
+def read_rollouts(options: argparse.Namespace, tokenizer: Any) -> RolloutFile:
+    """The file that :func:`add_rollouts` asked for; its warnings go to stderr, a line each."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HartsWarning)
+        file = read_rollout_file(
+            options.rollouts,
+            tokenizer,
+            form=options.format,
+            samples_per=options.samples_per,
+            group_key=options.group_key,
+        )
+    for warning in caught:
+        if issubclass(warning.category, HartsWarning):
+            print(f"harts: warning: {printable_lines(warning.message)}", file=sys.stderr)
+    return file
+
+
+def summary(file: RolloutFile) -> str:
+    """What became of the file, in one line without control characters."""
+    return "; ".join(map(printable, file.summary))
 
 
 def load_tokenizer(name: str) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from harts_hf.cli.checks import check_output_file, check_picture, refuse_to_overwrite
-from harts_hf.cli.loading import load_tokenizer
+from harts_hf.cli.loading import add_rollouts, load_tokenizer, read_rollouts, summary
 from harts_hf.cli.output import printable, replacing, write_json
 from harts_hf.planner import (
     CostModel,
@@ -18,7 +18,7 @@ from harts_hf.planner import (
     no_sharing_bound,
     plan_window,
 )
-from harts_hf.rollouts.files import RolloutGroup, read_rollouts
+from harts_hf.rollouts.files import RolloutGroup
 from harts_hf.tree import RolloutTree
 
 COLUMNS = ("group", "trajectories", "expanded", "unique", "ratio", "depth", "replay", "calls", "calls (ends)")
@@ -37,10 +37,14 @@ def main(argv: Sequence[str]) -> int:
     given = {field.name: getattr(options, field.name) for field in fields(PlannerConfig) if field.name in options}
     config = PlannerConfig(**{**given, "cost": None if options.cost is None else CostModel.load(options.cost)})
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
-    groups = read_rollouts(options.rollouts, tokenizer)
+    file = read_rollouts(options, tokenizer)
+    groups = file.groups
     report = plan_report(groups, config)
     schedule: Schedule = report.pop("schedule")
+    report["input"] = {"form": file.form, "conversations": file.num_conversations, "notes": dict(file.notes)}
     print(format_report(report))
+    if file.num_conversations:
+        print(summary(file))
     if options.verbose:
         print(f"\n{schedule}")
     if options.json:
@@ -60,8 +64,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="harts plan", description=__doc__)
     defaults = PlannerConfig()
-    parser.add_argument("rollouts", metavar="ROLLOUTS", help="rollout or shape file (.jsonl, .jsonl.gz, .parquet)")
-    parser.add_argument("--tokenizer", help="folder or cached name of a tokenizer, for rows with messages")
+    add_rollouts(parser, tokenizer="folder or cached name of a tokenizer, for rows with messages")
     parser.add_argument(
         "--max-tokens-per-microbatch",
         type=int,

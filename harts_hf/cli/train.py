@@ -6,13 +6,14 @@ The recipe and the command line are read by `harts_hf.cli.recipe`. The output fo
 """
 
 import functools
+import gc
 import math
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import Dataset, load_dataset
@@ -24,10 +25,12 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from harts_hf.cli.checks import check_output_folder, refuse_to_overwrite
 from harts_hf.cli.output import printable, reader_is_gone
 from harts_hf.cli.recipe import parse, split_recipe, unknown_message
-from harts_hf.cli.train_arguments import TrainArguments
+from harts_hf.cli.train_arguments import FORK_OPTIONS, TrainArguments
 from harts_hf.cli.train_report import REPORT_FILES, TrainReport
 from harts_hf.rollouts.collector import TreeRolloutCollector, environment_reward
 from harts_hf.rollouts.environment import Environment, load_object
+from harts_hf.rollouts.forks import EARLY_ENDS, EarlyEnds, ForkPolicy, NoForks, TurnForks
+from harts_hf.rollouts.growing_forks import BudgetForks, EntropyForks
 from harts_hf.trainers import TreeGRPOConfig, TreeGRPOTrainer
 
 
@@ -41,11 +44,14 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit as stop:  # of an environment or a reward function: whatever its code, nothing was finished
         traceback.print_exc()
         got = printable(f"SystemExit({stop.code!r})")
-        print(f"harts train: expected environments and reward functions to return, got {got}", file=sys.stderr)
+        print(f"harts train: expected environments, agents and reward functions to return, got {got}", file=sys.stderr)
         return 1
 
 
 def _train(trainer: TreeGRPOTrainer) -> int:
+    # What imports and the trainer made stays. Collections of garbage that walk it took a twentieth of the tiny recipe.
+    gc.collect()
+    gc.freeze()
     try:
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
         trainer.save_model(trainer.args.output_dir)
@@ -93,19 +99,10 @@ def build_trainer(arguments: TrainArguments, training: TreeGRPOConfig, model: Mo
     if arguments.cpu_threads is not None:
         torch.set_num_threads(arguments.cpu_threads)
     set_seed(training.seed)
-    make_environment = _environment_factory(arguments)
-    sample = make_environment()
+    collector, sample, own_reward = _rollouts(arguments, training)
     policy, tokenizer = _policy(arguments, training, model, sample)
-    assert training.num_generations is not None
-    collector = TreeRolloutCollector(
-        make_environment,
-        branching=tuple(arguments.branching or [training.num_generations]),
-        fork_turns=None if arguments.fork_turns is None else tuple(arguments.fork_turns),
-        max_turns=arguments.max_turns,
-        max_turn_tokens=arguments.max_turn_tokens,
-    )
     collector.check(training)
-    rewards = [_reward_function(path) for path in arguments.reward_funcs or []] or [environment_reward]
+    rewards = [_reward_function(path) for path in arguments.reward_funcs or []] or [own_reward]
     trainer = TreeGRPOTrainer(
         policy,
         rewards,
@@ -121,6 +118,64 @@ def build_trainer(arguments: TrainArguments, training: TreeGRPOConfig, model: Mo
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(TrainReport(collector))
     return trainer
+
+
+def _rollouts(arguments: TrainArguments, training: TreeGRPOConfig) -> tuple[Any, Any, Any]:
+    """What collects rollouts, who knows the task's prompts and tokenizer, and the reward function by default."""
+    if arguments.environment is None:
+        return _agent_rollouts(arguments)
+    make_environment = _environment_factory(arguments)
+    assert training.num_generations is not None
+    trees = TreeRolloutCollector(
+        make_environment,
+        fork_policy=_fork_policy(arguments, training.num_generations),
+        max_turns=arguments.max_turns,
+        max_turn_tokens=arguments.max_turn_tokens,
+    )
+    return trees, make_environment(), environment_reward
+
+
+def _agent_rollouts(arguments: TrainArguments) -> tuple[Any, Any, Any]:
+    try:
+        from harts_hf.rollouts.gateway import AgentRolloutCollector, agent_reward
+    except ImportError as error:  # its web server and client are an extra
+        raise ValueError(f"agents need the extra 'agents' (pip install 'harts_hf[agents]'): {error}") from error
+    if arguments.agent_command:
+        agent: Any = arguments.agent_command
+    else:
+        assert isinstance(arguments.agent, str) and isinstance(arguments.agent_kwargs, dict)
+        agent = _load("agent", arguments.agent, "a function, or a subclass of Agent")
+        if isinstance(agent, type) or arguments.agent_kwargs:
+            try:
+                make = agent if isinstance(agent, type) else functools.partial(functools.partial, agent)
+                agent = make(**arguments.agent_kwargs)
+            except TypeError as error:  # a keyword argument that the class does not know
+                raise ValueError(f"agent_kwargs do not fit {arguments.agent}: {error}") from error
+    collector = AgentRolloutCollector(
+        agent,
+        max_turns=arguments.max_turns,
+        max_turn_tokens=arguments.max_turn_tokens,
+        timeout=arguments.agent_timeout,
+        max_concurrent=arguments.agent_concurrency,
+    )
+    return collector, collector.agent, agent_reward
+
+
+def _fork_policy(arguments: TrainArguments, num_generations: int) -> ForkPolicy:
+    unused = [name for name in FORK_OPTIONS["turn"] if getattr(arguments, name) is not None]
+    if unused and arguments.fork_policy != "turn":
+        print(f"fork_policy {arguments.fork_policy} does not use {' and '.join(unused)}", file=sys.stderr)
+    if arguments.fork_policy == "none":
+        return NoForks()
+    if arguments.fork_policy == "entropy":
+        return EntropyForks(roots=arguments.fork_roots)
+    if arguments.fork_policy == "budget":
+        assert arguments.fork_budget is not None
+        return BudgetForks(tokens=arguments.fork_budget, roots=arguments.fork_roots)
+    branching = tuple(arguments.branching or [num_generations])
+    fork_turns = tuple(range(len(branching)) if arguments.fork_turns is None else arguments.fork_turns)
+    early_ends = cast(EarlyEnds, arguments.early_ends or EARLY_ENDS[0])
+    return TurnForks(branching=branching, fork_turns=fork_turns, early_ends=early_ends)
 
 
 def _environment_factory(arguments: TrainArguments) -> functools.partial[Environment]:
@@ -154,7 +209,7 @@ def _load(field: str, path: str, what: str) -> Any:
 
 
 def _policy(
-    arguments: TrainArguments, training: TreeGRPOConfig, model: ModelConfig, environment: Environment
+    arguments: TrainArguments, training: TreeGRPOConfig, model: ModelConfig, task: Any
 ) -> tuple[str | PreTrainedModel, PreTrainedTokenizerBase | None]:
     """The policy as the trainer takes it (a name, or a model with random weights), and its tokenizer if known."""
     names = [name for name in (model.model_name_or_path, arguments.model_type) if name]
@@ -171,7 +226,7 @@ def _policy(
             "expected beta 0 for random weights (model_type), because TRL loads the reference model by the policy's "
             f"name; got {training.beta}"
         )
-    tokenizer = environment.tokenizer()
+    tokenizer = task.tokenizer()
     assert arguments.model_type is not None and isinstance(arguments.model_config, dict)
     fields = {
         "vocab_size": len(tokenizer),
@@ -198,13 +253,13 @@ def _fields_of(config: Any) -> set[str]:
     return set(type(config)().to_dict()) | set(type(config).attribute_map)
 
 
-def _dataset(arguments: TrainArguments, training: TreeGRPOConfig, environment: Environment) -> Dataset:
+def _dataset(arguments: TrainArguments, training: TreeGRPOConfig, task: Any) -> Dataset:
     if arguments.dataset_name is not None:
         rows = load_dataset(arguments.dataset_name, name=arguments.dataset_config, split=arguments.dataset_train_split)
         if "prompt" not in rows.column_names:
             raise ValueError(f"expected a column 'prompt' in {arguments.dataset_name}, got {rows.column_names}")
         return rows
-    prompts = environment.prompts()
+    prompts = task.prompts()
     if training.max_steps < 1:
         raise ValueError(f"expected max_steps of at least 1 where no dataset is named, got {training.max_steps}")
     assert training.generation_batch_size is not None and training.num_generations is not None

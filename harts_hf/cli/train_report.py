@@ -15,9 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 import harts_hf
 from harts_hf.cli.output import printable, replacing, write_json
-from harts_hf.rollouts.collector import TreeRolloutCollector
 from harts_hf.rollouts.plot import plot_tree
-from harts_hf.rollouts.sampler import SampledRollout
 from harts_hf.tree import RolloutTree
 
 REPORT_FILES = ("metrics.jsonl", "summary.json", "reward.png", "tree.png")
@@ -36,7 +34,8 @@ class TrainReport(TrainerCallback):
     sums and means of the logs, which are of all processes; seconds, device and the tree in ``tree.png`` are its own.
     """
 
-    def __init__(self, collector: TreeRolloutCollector) -> None:
+    def __init__(self, collector: Any) -> None:
+        # Anything whose last_rollouts have a tree, prompt_ids, completion_ids and a reward.
         self._collector = collector
         self._entries: list[dict[str, Any]] = []
         self._started = 0.0
@@ -121,7 +120,7 @@ class TrainReport(TrainerCallback):
 
     def _plot_tree(self, path: Path) -> None:
         """Draws the tree of the last step with the most tokens: once all goes well, many trees are a single line."""
-        leaves: dict[int, list[SampledRollout]] = {}
+        leaves: dict[int, list[Any]] = {}
         for rollout in self._collector.last_rollouts:
             leaves.setdefault(rollout.tree, []).append(rollout)
         trees = {

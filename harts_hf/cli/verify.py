@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import harts_hf
 from harts_hf.cli.checks import check_output_file, find_device, refuse_to_overwrite, seed
-from harts_hf.cli.loading import is_random, load_model, load_tokenizer
+from harts_hf.cli.loading import add_rollouts, is_random, load_model, load_tokenizer, read_rollouts, summary
 from harts_hf.cli.output import printable, write_json
 
 if TYPE_CHECKING:
     from harts_hf.planner import PlannerConfig
-    from harts_hf.rollouts.files import RolloutGroup
+    from harts_hf.rollouts.files import RolloutFile, RolloutGroup
     from harts_hf.verify import Draw
 
 DESCRIPTION = """\
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="harts verify", description=DESCRIPTION)
-    parser.add_argument("rollouts", metavar="ROLLOUTS", help="rollout or shape file (.jsonl, .jsonl.gz, .parquet)")
+    add_rollouts(parser, tokenizer="folder or cached name, for rows with messages (default: the model's)")
     parser.add_argument(
         "--model",
         required=True,
@@ -59,7 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-oracle", action="store_true", help="do not compare with float64")
     parser.add_argument("--seed", type=seed, default=0, help="of draws, weights and random models")
-    parser.add_argument("--tokenizer", help="folder or cached name, for rows with messages (default: the model's)")
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     return parser
 
@@ -68,7 +67,6 @@ def _run(options: argparse.Namespace) -> bool:
     import torch
 
     from harts_hf.planner import PlannerConfig
-    from harts_hf.rollouts.files import read_rollouts
     from harts_hf.verify import format_verdict, verify
 
     if options.draws < 1:
@@ -77,10 +75,10 @@ def _run(options: argparse.Namespace) -> bool:
     check_output_file("--json", options.json)
     device = find_device(options.device)
     planner = PlannerConfig(max_tokens_per_microbatch=options.max_tokens_per_microbatch, sharing="always")
-    groups = read_rollouts(options.rollouts, _tokenizer(options))
+    file = read_rollouts(options, _tokenizer(options))
     model = load_model(options.model, getattr(torch, options.dtype), seed=options.seed).to(device).eval()
-    draws = _draws(groups, model, options)
-    about = {**_about(model, options), **_about_draws(draws, planner)}
+    draws = _draws(file.groups, model, options)
+    about = {**_about(model, options, file), **_about_draws(draws, planner)}
     print("\n".join(f"{name:<10}{text}" for name, text in about.items()), end="\n\n", flush=True)
     verdict = verify(
         model,
@@ -133,14 +131,14 @@ def _draws(groups: Sequence["RolloutGroup"], model: Any, options: argparse.Names
     ]
 
 
-def _about(model: Any, options: argparse.Namespace) -> dict[str, str]:
+def _about(model: Any, options: argparse.Namespace, file: "RolloutFile") -> dict[str, str]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     installed = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     versions = f"harts_hf {harts_hf.__version__}, {installed}"
     return {
         "model": f"{printable(options.model)}: {model.config.model_type}, {parameters:,} parameters"
         f"{' (RANDOM WEIGHTS)' if is_random(options.model) else ''}, {options.dtype} on {options.device}",
-        "rollouts": printable(options.rollouts),
+        "rollouts": f"{printable(options.rollouts)}{f': {summary(file)}' if file.num_conversations else ''}",
         "versions": f"{versions}; seed {options.seed}",
     }
 

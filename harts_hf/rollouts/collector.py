@@ -1,79 +1,76 @@
 """The collector: a TRL ``rollout_func`` that samples trees."""
 
-import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers.integrations import is_deepspeed_zero3_enabled
-from trl.models.utils import unwrap_model_for_generation
 
-from harts_hf.rollouts.decoding import LockstepDecoder, TokenSampler
+from harts_hf.rollouts.engines.opening import open_engine
 from harts_hf.rollouts.environment import EnvironmentFactory
-from harts_hf.rollouts.sampler import SampledRollout, TreeSampler, TreeShape
+from harts_hf.rollouts.forks import ForkPolicy, NoForks, TurnForks
+from harts_hf.rollouts.salvage import rollout_row, saved_on_failure
+from harts_hf.rollouts.sampled import SampledRollout
+from harts_hf.rollouts.sampler import TreeSampler, TurnLimits
 
 
 class TreeRolloutCollector:
     """Samples rollout trees with the trainer's policy; give it to a trainer as ``rollout_func``.
 
-    At chosen turns each conversation forks into several continuations, environment state and model cache forked with
-    it, so that siblings share their history token by token and each shared token is sampled once. A conversation that
-    is over before a fork stands for all continuations that the fork would have made: it is returned that many times.
-    So each prompt yields exactly ``num_generations`` rows, and each history keeps its weight.
+    Conversations fork where a fork policy says, environment state and the engine's state forked with them, so that
+    siblings share their history token by token and each shared token is sampled once. Each prompt yields exactly
+    ``num_generations`` rows, whatever ends early (``harts_hf.rollouts.forks`` says how). Turns are sampled by the
+    engine that the trainer's arguments name: its own model, or a vLLM server.
 
     Example::
 
         collector = TreeRolloutCollector(ShelfEnvironment, branching=(4, 2, 2), max_turns=6, max_turn_tokens=2)
         trainer = TreeGRPOTrainer(model, environment_reward, args, dataset, rollout_func=collector)  # 16 generations
 
-    Every token of an observation is one forward pass of all live conversations, so environments that answer in
-    thousands of tokens are slow here. vLLM is not used.
-
     Args:
         environment: makes a new environment (a class, or a function without arguments).
-        branching: continuations at each fork; the product must be ``num_generations``.
+        branching: continuations at each fork; with ``fork_turns`` short for ``fork_policy=TurnForks(...)``.
         fork_turns: the turns before which the forks happen, 0 the first; by default the first ``len(branching)``.
+        fork_policy: where conversations fork, instead of ``branching``.
         max_turns: most turns of a conversation.
         max_turn_tokens: most tokens of a turn. A turn ends there or at one of the trainer's EOS tokens.
 
     Attributes:
         last_rollouts: the rollouts of the latest call, for plots and logs; empty before the first.
-        last_sampling_tokens: tokens that the policy has read for them, shared ones once.
+        last_sampling_tokens: tokens that the policy has read or sampled for them, those of kept states once.
+
+    Raises:
+        ValueError: neither or both of ``branching`` and ``fork_policy``; limits below 1; a policy that does not work
+            with them.
     """
 
     def __init__(
         self,
         environment: EnvironmentFactory,
         *,
-        branching: tuple[int, ...],
+        branching: tuple[int, ...] | None = None,
         fork_turns: tuple[int, ...] | None = None,
+        fork_policy: ForkPolicy | None = None,
         max_turns: int,
         max_turn_tokens: int,
     ) -> None:
         self._environment = environment
-        self._branching = tuple(branching)
-        self._fork_turns = tuple(range(len(self._branching))) if fork_turns is None else tuple(fork_turns)
+        self._policy = _fork_policy(branching, fork_turns, fork_policy)
         self._max_turns = max_turns
         self._max_turn_tokens = max_turn_tokens
         self._calls: tuple[int, int] = (-1, 0)  # the trainer's step, and the calls during it
         self.last_rollouts: list[SampledRollout] = []
         self.last_sampling_tokens = 0
         # Raises now, not at the first step.
-        self._shape(self._branching, self._fork_turns, 1)
+        self._limits(1)
+        self._policy.check(max_turns=max_turns)
 
     def check(self, args: Any) -> None:
         """Checks itself against a trainer's arguments; every call does it too.
 
         Raises:
-            ValueError: branching does not give ``num_generations`` leaves.
+            ValueError: the fork policy cannot make ``num_generations`` episodes.
         """
-        leaves = math.prod(self._branching)
-        if leaves != args.num_generations:
-            factors = " x ".join(map(str, self._branching))
-            raise ValueError(
-                f"expected branching factors whose product is num_generations = {args.num_generations}, got "
-                f"{factors} = {leaves}"
-            )
+        self._policy.check(max_turns=self._max_turns, num_episodes=args.num_generations)
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Samples one tree per prompt group.
@@ -88,50 +85,43 @@ class TreeRolloutCollector:
             (floats), ``tree`` and ``num_turns`` (ints).
 
         Raises:
-            ValueError: branching does not give ``num_generations`` leaves; prompts that are not whole groups; vLLM;
-                a model whose parameters are sharded while it samples.
+            ValueError: prompts that are not whole groups; settings that the policy, the environment or the engine
+                cannot work with.
+            EngineError: the engine could not sample.
+
+        Whatever is raised, the conversations that were over by then are written to ``salvaged`` in the trainer's
+        output folder, as a rollout file that the exception names.
         """
-        _check_backend(trainer)
-        args = trainer.args
-        shape = self._shape_for(trainer)
-        roots = _group_prompts(prompts, shape.num_leaves)
-        seeds = self._seeds(trainer, len(roots) + 1)
-        environments = [self._environment() for _ in roots]
-        texts = [env.reset(prompt, seed=seed) for env, prompt, seed in zip(environments, roots, seeds, strict=False)]
-        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-        with (
-            unwrap_model_for_generation(
-                trainer.model_wrapped,
-                trainer.accelerator,
-                gather_deepspeed3_params=args.ds3_gather_for_generation,
-                gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
-            ) as model,
-            torch.no_grad(),
-        ):
-            decoder = LockstepDecoder(model, pad_token_id=tokenizer.pad_token_id)
+        policy, num_episodes = self._episodes(trainer)
+        roots = _group_prompts(prompts, num_episodes)
+        limits = self._limits(trainer.args.max_completion_length)
+        *seeds, sampling_seed = self._seeds(trainer, len(roots) + 1)
+        with open_engine(trainer, seed=sampling_seed) as engine:
+            read_before = engine.num_read_tokens
+            environments = [self._environment() for _ in roots]
+            begins = zip(environments, roots, seeds, strict=True)
+            texts = [environment.reset(prompt, seed=seed) for environment, prompt, seed in begins]
             sampler = TreeSampler(
-                decoder=decoder,
-                sampler=TokenSampler(args, seed=seeds[-1], device=model.device),
-                tokenizer=tokenizer,
-                end_token_ids=trainer.eos_token_ids,
-                shape=shape,
-                max_prompt_tokens=_num_positions(model),
+                engine=engine,
+                tokenizer=getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
+                policy=policy,
+                limits=limits,
+                num_episodes=num_episodes,
+                seed=sampling_seed,
             )
-            self.last_rollouts = sampler.sample(environments, texts)
-        self.last_sampling_tokens = decoder.num_forward_tokens
+            with saved_on_failure(lambda: _file_rows(sampler.rollouts()), *_place_of_failures(trainer)):
+                self.last_rollouts = sampler.sample(environments, texts)
+            self.last_sampling_tokens = engine.num_read_tokens - read_before
         return _rows(self.last_rollouts)
 
-    def _shape_for(self, trainer: Any) -> TreeShape:
-        max_tokens = trainer.args.max_completion_length
+    def _episodes(self, trainer: Any) -> tuple[ForkPolicy, int]:
         if not trainer.model.training:  # evaluation: independent conversations, however many there are
-            return self._shape((trainer.num_generations_eval,), (0,), max_tokens)
+            return NoForks(), trainer.num_generations_eval
         self.check(trainer.args)
-        return self._shape(self._branching, self._fork_turns, max_tokens)
+        return self._policy, trainer.args.num_generations
 
-    def _shape(self, branching: tuple[int, ...], fork_turns: tuple[int, ...], max_tokens: int) -> TreeShape:
-        return TreeShape(
-            branching=branching,
-            fork_turns=fork_turns,
+    def _limits(self, max_tokens: int) -> TurnLimits:
+        return TurnLimits(
             max_turns=self._max_turns,
             max_turn_tokens=self._max_turn_tokens,
             max_completion_tokens=max_tokens,
@@ -150,20 +140,18 @@ def environment_reward(*, environment_reward: list[float], **_: Any) -> list[flo
     return environment_reward
 
 
-def _check_backend(trainer: Any) -> None:
-    if trainer.use_vllm:
-        raise ValueError("expected use_vllm=False: tree rollouts are sampled with the trainer's own model")
-    sharded = trainer.is_fsdp_enabled or (is_deepspeed_zero3_enabled() and not trainer.args.ds3_gather_for_generation)
-    if sharded:
+def _fork_policy(
+    branching: tuple[int, ...] | None, fork_turns: tuple[int, ...] | None, policy: ForkPolicy | None
+) -> ForkPolicy:
+    if policy is None and branching is not None:
+        turns = range(len(branching)) if fork_turns is None else fork_turns
+        return TurnForks(branching=tuple(branching), fork_turns=tuple(turns))
+    if policy is None or branching is not None or fork_turns is not None:
         raise ValueError(
-            "expected parameters that are whole while sampling (DDP, ZeRO up to 2, or ZeRO-3 with "
-            "ds3_gather_for_generation), got sharded ones: processes that sample different numbers of tokens would "
-            "wait for one another for ever"
+            "expected either branching (and fork_turns) or fork_policy, got "
+            f"branching={branching}, fork_turns={fork_turns} and fork_policy={policy}"
         )
-
-
-def _num_positions(model: Any) -> int | None:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return policy
 
 
 def _group_prompts(prompts: list[Any], group_size: int) -> list[Any]:
@@ -190,3 +178,23 @@ def _rows(rollouts: list[SampledRollout]) -> dict[str, Any]:
         "tree": [rollout.tree for rollout in rollouts],
         "num_turns": [rollout.num_turns for rollout in rollouts],
     }
+
+
+def _place_of_failures(trainer: Any) -> tuple[Path, str]:
+    """The folder and the name of the file of what was collected before a failure."""
+    name = f"step{trainer.state.global_step}-rank{trainer.accelerator.process_index}"
+    return Path(trainer.args.output_dir) / "salvaged", name
+
+
+def _file_rows(rollouts: list[SampledRollout]) -> list[dict[str, Any]]:
+    return [
+        rollout_row(
+            rollout.tree,
+            rollout.prompt_ids,
+            rollout.completion_ids,
+            env_mask=rollout.env_mask,
+            logprobs=rollout.logprobs,
+            reward=rollout.reward,
+        )
+        for rollout in rollouts
+    ]

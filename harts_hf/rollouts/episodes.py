@@ -5,7 +5,7 @@ start from histories of their own. Each request that does not is a sample, a row
 are an episode. A rollout function says so by the key ``episode``: for each row the index of its prompt in the call.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,18 +48,22 @@ class Episodes:
         return [list(rows[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def read_episodes(output: Mapping[str, Any], num_prompts: int, end_token: int) -> tuple[dict[str, Any], Episodes]:
+def read_episodes(
+    output: Mapping[str, Any], num_prompts: int, end_token: int, *, whole_ends: Collection[int] | None = None
+) -> tuple[dict[str, Any], Episodes]:
     """Completes what a rollout function with the key ``episode`` returned.
 
     Args:
         output: checked by :func:`harts_hf.rollouts.checks.check_rollouts`.
         num_prompts: n, prompts of the call.
         end_token: what the row of an episode without a sample is made of.
+        whole_ends: last tokens of the rows that are trained, if others are not (TRL's ``mask_truncated_completions``);
+            None if all are.
 
     Returns:
         The output without ``episode``, where an episode without a sample has one row with a mask of zeros and a
         sampled token that recurs within its episode (the same history, the same token) is trained in the first row
-        that has it only; and the episodes.
+        only that has it and is trained; and the episodes.
     """
     given = np.asarray(output["episode"], np.int64)
     is_empty = np.bincount(given, minlength=num_prompts) == 0
@@ -86,7 +90,8 @@ def read_episodes(output: Mapping[str, Any], num_prompts: int, end_token: int) -
             strict=True,
         )
     ]
-    trained = _trained_once(found["prompt_ids"], found["completion_ids"], masks, episodes)
+    counts = [whole_ends is None or ids[-1] in whole_ends for ids in found["completion_ids"]]
+    trained = _trained_once(found["prompt_ids"], found["completion_ids"], masks, counts, episodes)
     if output.get("env_mask") is not None or not all(map(all, trained)):
         found["env_mask"] = trained
     return found, episodes
@@ -96,6 +101,7 @@ def _trained_once(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     masks: Sequence[Sequence[int]],
+    counts: Sequence[bool],
     episodes: Episodes,
 ) -> list[list[int]]:
     found = []
@@ -110,6 +116,7 @@ def _trained_once(
             mask = np.asarray(masks[row], bool)
             path = tree.path(number)[len(prompts[row]) :]
             mask &= ~is_trained[path]
-            is_trained[path[mask]] = True
+            if counts[row]:
+                is_trained[path[mask]] = True
             found.append(mask.astype(int).tolist())
     return found

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from harts_hf.rollouts.credit import turn_advantages
+from harts_hf.rollouts.credit import tree_advantages
 from harts_hf.rollouts.episodes import Episodes
 from harts_hf.trainers.policy import TreePolicy
 
@@ -58,7 +58,7 @@ class TreeAdvantages:
         parent: Any = super()
         output = parent._generate_and_score_completions(inputs)
         per_token: list[Any] | None = self._given_advantages
-        if per_token is None and getattr(self.args, "tree_credit", "trajectory") == "turn":
+        if per_token is None and getattr(self.args, "tree_credit", "trajectory") != "trajectory":
             per_token = self._turn_advantages(output)
         if per_token is not None:
             if not self._accepts_token_advantages:
@@ -85,9 +85,14 @@ class TreeAdvantages:
         by_policy = _real(output.get("tool_mask", output["completion_mask"]), output["completion_mask"])
         trajectories = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
         spans = [turn_spans(mask, len(prompt)) for mask, prompt in zip(by_policy, prompts, strict=True)]
-        with_episodes: Any = {} if self._episodes is None else {"episodes": index}
-        advantages = turn_advantages(
-            trajectories, spans, rewards[index], index // group_size, scale=self.scale_rewards, **with_episodes
+        advantages = tree_advantages(
+            self.args.tree_credit,
+            trajectories,
+            spans,
+            rewards[index],
+            index // group_size,
+            scale=self.scale_rewards,
+            episodes=index,
         )
         return [row[len(prompt) :] for row, prompt in zip(advantages, prompts, strict=True)]
 
@@ -101,9 +106,9 @@ class TreeAdvantages:
             return rewards
         if rows % group_size or self.scale_rewards == "batch":
             raise ValueError(
-                f"expected whole groups on each rank and scale_rewards 'group' or 'none' with tree_credit='turn' on "
-                f"several ranks, got {rows} rows a rank for groups of {group_size} and "
-                f"scale_rewards={self.scale_rewards!r}"
+                f"expected whole groups on each rank and scale_rewards 'group' or 'none' with "
+                f"tree_credit={self.args.tree_credit!r} on several ranks, got {rows} rows a rank for groups of "
+                f"{group_size} and scale_rewards={self.scale_rewards!r}"
             )
         first = self.accelerator.process_index * rows
         return rewards[first : first + rows]

@@ -8,8 +8,11 @@ from trl.experimental.gmpo import GMPOConfig
 
 from harts_hf.planner import CostModel, PlannerConfig
 from harts_hf.planner.config import ExecutionChoice, Sharing
+from harts_hf.rollouts.credit import TREE_CREDITS
+from harts_hf.rollouts.engines.vllm_probe import DEFAULT_MAX_GAP
+from harts_hf.rollouts.engines.vllm_server import ServerOptions
 
-CREDITS = ("trajectory", "turn")
+CREDITS = ("trajectory", *TREE_CREDITS)
 EPISODE_WEIGHTS = ("sample", "episode")
 LATENTS = ("compressed", "expanded")
 FUSED_MODULES = ("auto", "off")
@@ -139,9 +142,9 @@ class TreeOptions:
 
 
 @dataclass
-class EpisodeOptions:
+class RolloutOptions:
     r"""
-    Options of trainers whose rollouts may have several samples (`rollout_func` with the key `episode`).
+    Options of trainers whose rollouts come from a `rollout_func`.
 
     Parameters:
         tree_episode_weight (`str`, *optional*, defaults to `"sample"`):
@@ -151,6 +154,11 @@ class EpisodeOptions:
             a sample's derivatives and its part of the logged loss are multiplied by it, the KL and entropy terms
             too), so that a rollout does not weigh more for having forked more often. Means over tokens (`bnpo`,
             `dapo`, `cispo`, `vespo`) are then over weighted tokens.
+        tree_max_logprob_gap (`float`, *optional*, defaults to `0.1`):
+            With a vLLM server, the mean difference in nats between its log-probs and the trainer's, measured after
+            each synchronisation of weights, above which the run is stopped. Unset it (`null`) not to measure.
+        tree_server_timeout (`float`, *optional*, defaults to `600.0`):
+            Seconds for which a turn of a vLLM server is waited for before it is asked for again.
     """
 
     tree_episode_weight: str = field(
@@ -162,8 +170,28 @@ class EpisodeOptions:
         },
     )
 
-    def check_episode_options(self) -> None:
-        """Raises ValueError for an option that does not exist."""
+    tree_max_logprob_gap: float | None = field(
+        default=DEFAULT_MAX_GAP,
+        metadata={
+            "help": "Mean difference in nats between a vLLM server's log-probs and the trainer's above which the run "
+            "is stopped; null not to measure it."
+        },
+    )
+    tree_server_timeout: float = field(
+        default=600.0, metadata={"help": "Seconds for which a turn of a vLLM server is waited for."}
+    )
+
+    def server_options(self) -> ServerOptions:
+        """How a vLLM server is asked.
+
+        Raises:
+            ValueError: numbers outside their ranges.
+        """
+        return ServerOptions(timeout=self.tree_server_timeout, max_logprob_gap=self.tree_max_logprob_gap)
+
+    def check_rollout_options(self) -> None:
+        """Raises ValueError for options that cannot work, before anything is sampled."""
+        self.server_options()
         if self.tree_episode_weight not in EPISODE_WEIGHTS:
             raise ValueError(
                 f"expected tree_episode_weight to be one of {', '.join(EPISODE_WEIGHTS)}, "
@@ -172,22 +200,24 @@ class EpisodeOptions:
 
 
 @dataclass
-class TreeGRPOConfig(EpisodeOptions, TreeOptions, GRPOConfig):
+class TreeGRPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
     r"""
     Configuration class for the [`TreeGRPOTrainer`]: every parameter of [`GRPOConfig`], those of [`TreeOptions`]
-    and [`EpisodeOptions`], and:
+    and [`RolloutOptions`], and:
 
     Parameters:
         tree_credit (`str`, *optional*, defaults to `"trajectory"`):
-            `"trajectory"` gives every token of a trajectory its group-relative advantage, as TRL does; `"turn"` gives
-            each turn of the policy an advantage of its own from the rewards below it in the tree.
+            `"trajectory"` gives every token of a trajectory its group-relative advantage, as TRL does; the others give
+            each turn of the policy an advantage of its own from the rewards below it in the tree: `"turn"` against the
+            history that it continues, `"branch"` against its siblings at the fork, `"treerl"` and `"tree_grpo"` as
+            those papers have it (docs/forks.md).
     """
 
     tree_credit: str = field(
         default="trajectory",
         metadata={
-            "help": "'trajectory': one group-relative advantage per trajectory, as TRL has it. 'turn': one per turn "
-            "of the policy, from the rewards below it in the tree.",
+            "help": "'trajectory': one group-relative advantage per trajectory, as TRL has it. 'turn', 'branch', "
+            "'treerl', 'tree_grpo': from the rewards below each turn of the policy in the tree.",
             "choices": list(CREDITS),
         },
     )
@@ -195,27 +225,28 @@ class TreeGRPOConfig(EpisodeOptions, TreeOptions, GRPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_tree_options()
-        self.check_episode_options()
+        self.check_rollout_options()
         if self.tree_credit not in CREDITS:
             raise ValueError(f"expected tree_credit to be one of {', '.join(CREDITS)}, got {self.tree_credit!r}")
-        if self.tree_credit == "turn" and self.multi_objective_aggregation != "sum_then_normalize":
+        if self.tree_credit != "trajectory" and self.multi_objective_aggregation != "sum_then_normalize":
             raise ValueError(
-                "expected multi_objective_aggregation='sum_then_normalize' with tree_credit='turn' (rewards are "
-                f"summed before they are compared below each turn), got {self.multi_objective_aggregation!r}"
+                f"expected multi_objective_aggregation='sum_then_normalize' with tree_credit={self.tree_credit!r} "
+                "(rewards are summed before they are compared below each turn), got "
+                f"{self.multi_objective_aggregation!r}"
             )
 
 
 @dataclass
-class TreeGMPOConfig(EpisodeOptions, TreeOptions, GMPOConfig):
+class TreeGMPOConfig(RolloutOptions, TreeOptions, GMPOConfig):
     r"""
     Configuration class for the [`TreeGMPOTrainer`]: every parameter of [`GMPOConfig`], those of [`TreeOptions`]
-    and of [`EpisodeOptions`].
+    and of [`RolloutOptions`].
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_tree_options()
-        self.check_episode_options()
+        self.check_rollout_options()
 
 
 @dataclass

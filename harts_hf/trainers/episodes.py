@@ -37,6 +37,8 @@ class TreeEpisodes:
     processing_class: Any
     tools: Any
     eos_token_ids: Any
+    mask_truncated_completions: bool
+    _tokenizer: Any
     loss_type: str
     # What TreeHooks sets.
     _tree: TreePolicy
@@ -66,7 +68,8 @@ class TreeEpisodes:
         self._agree(error, has_episodes)
         output = dict(output)
         if has_episodes:
-            output, self._episodes = read_episodes(output, len(prompts), self.eos_token_ids[0])
+            ends = (*self.eos_token_ids, self._tokenizer.pad_token_id) if self.mask_truncated_completions else None
+            output, self._episodes = read_episodes(output, len(prompts), self.eos_token_ids[0], whole_ends=ends)
             self._rows = output
         self._given_advantages = output.pop("advantages", None)
         if self._episodes is None:

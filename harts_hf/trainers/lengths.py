@@ -43,4 +43,5 @@ def log_lengths(trainer: Any, rows: dict[str, Any], episodes: Episodes) -> None:
 
 
 def _statistics(values: np.ndarray) -> dict[str, float]:
-    return {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
+    mean = torch.from_numpy(values).float().mean().item()  # in float32, as TRL's
+    return {"mean": mean, "min": float(values.min()), "max": float(values.max())}

@@ -76,6 +76,24 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path, capsys):
     assert trainer.model.config.model_type == "bailing_hybrid"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--early_ends", "reroll"],
+        ["--fork_policy", "entropy", "--fork_roots", "3"],
+        ["--fork_policy", "budget", "--fork_budget", "20"],
+        ["--fork_policy", "none"],
+    ],
+    ids=lambda options: options[-1],
+)
+def test_each_fork_policy_trains(options, tmp_path, capsys):
+    """A step, its tree drawn; forks of the recipe that another policy does not use are named."""
+    assert harts(["train", TINY, *SMALL, *options, "--max_steps", "1", "--output_dir", str(tmp_path)]) == 0
+    assert (tmp_path / "tree.png").stat().st_size > 5000
+    unused = f"fork_policy {options[1]} does not use branching" in capsys.readouterr().err
+    assert unused == (options[0] == "--fork_policy")
+
+
 def read_metrics(folder):
     """The entries of a run's metrics."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -198,7 +216,7 @@ def test_steps_in_which_nothing_can_be_scored(reward, means, user_code, tmp_path
         (["--reward_funcs", "user_code:pipe"], "BrokenPipeError: a judge that has died"),
         (
             ["--reward_funcs", "user_code:leave"],
-            "expected environments and reward functions to return, got SystemExit(0)",
+            "expected environments, agents and reward functions to return, got SystemExit(0)",
         ),
         (["--environment", "user_code:Leaves", "--environment_kwargs", "{}"], "to return, got SystemExit(None)"),
         (["--environment", "user_code:Stops", "--environment_kwargs", "{}"], "StopIteration"),
@@ -254,8 +272,12 @@ def test_unknown_keys_are_named(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--branching", "4", "2"], "product is num_generations = 16, got 4 x 2 = 8"),
+        (["--branching", "4", "0"], "branching factors of at least 1, got [4, 0]"),
         (["--fork_turns", "0", "1"], "as many fork turns as branching factors"),
+        (["--fork_budget", "100"], "expected fork_budget with fork_policy budget only, got turn"),
+        (["--fork_roots", "2"], "expected fork_roots with fork_policy entropy or budget only, got turn"),
+        (["--fork_policy", "budget"], "expected fork_budget, a number of tokens, with fork_policy budget, got none"),
+        (["--fork_policy", "entropy", "--fork_roots", "17"], "at most 16, the episodes of a prompt, got 17"),
         (
             ["--model_name_or_path", "some/model"],
             "got some/model and bailing_hybrid (--model_type '' unsets it)",

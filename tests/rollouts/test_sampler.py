@@ -1,25 +1,22 @@
-"""Sampled trees: leaf counts, forks, masks, log-probs, limits; on a tiny hybrid model and on scripted environments."""
+"""Sampled trees: leaf counts, forks, masks, limits, orders; on scripted environments and an engine without a model."""
 
 import itertools
 import math
-from collections import Counter
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
-import torch
-from support.models import tiny_model
+from support.engines import SeededEngine
 
-from harts_hf.rollouts.decoding import LockstepDecoder, TokenSampler
+from harts_hf.rollouts.engines.engine import EngineError
 from harts_hf.rollouts.environment import Environment, StepResult
 from harts_hf.rollouts.environments.shelf import ShelfEnvironment
-from harts_hf.rollouts.sampler import TreeSampler, TreeShape
+from harts_hf.rollouts.forks import TurnForks
+from harts_hf.rollouts.sampler import TreeSampler, TurnLimits
 from harts_hf.tree import RolloutTree
 
 TOKENIZER = ShelfEnvironment().tokenizer()
 END = TOKENIZER.eos_token_id
-ARGS = SimpleNamespace(temperature=1.0, top_k=0, top_p=1.0, min_p=None, repetition_penalty=1.0)
-# fp32 log-probs of cached decoding against one forward per trajectory; measured 1.4e-6 here, on log-probs near -3.
-LOGPROB_BUDGET = 1e-5
+PROMPTS = ("lamp wanted", "book", "cup wanted error look")
 
 
 class Ragged(Environment):
@@ -43,34 +40,23 @@ class Ragged(Environment):
         return len(" ".join(self.actions)) / 100
 
 
-def sample(shape, *, environments=None, seed=0, prompts=("lamp wanted", "book", "cup wanted error look"), **options):
-    """Rollouts of one tree a prompt, and the model they were drawn from."""
-    model = tiny_model("bailing_hybrid", vocab_size=len(TOKENIZER)).eval()
+def sample(policy, *, episodes=None, environments=None, seed=0, prompts=PROMPTS, engine=None, **limits):
+    """Rollouts of one tree a prompt."""
     environments = environments or [Ragged() for _ in prompts]
     texts = [environment.reset(prompt, seed=0) for environment, prompt in zip(environments, prompts, strict=True)]
-    decoder = LockstepDecoder(model, pad_token_id=TOKENIZER.pad_token_id)
     sampler = TreeSampler(
-        decoder=decoder,
-        sampler=TokenSampler(ARGS, seed=seed, device=torch.device("cpu")),
+        engine=engine or SeededEngine(len(TOKENIZER), END),
         tokenizer=TOKENIZER,
-        end_token_ids=[END],
-        shape=shape,
-        **options,
+        policy=policy,
+        limits=TurnLimits(**{"max_turns": 5, "max_turn_tokens": 3, "max_completion_tokens": 40, **limits}),
+        num_episodes=math.prod(policy.branching) if episodes is None else episodes,
+        seed=seed,
     )
-    return sampler.sample(environments, texts), model
+    return sampler.sample(environments, texts)
 
 
-def shape(branching=(3, 2, 2), fork_turns=(0, 1, 2), **limits):
-    return TreeShape(
-        **{
-            "branching": branching,
-            "fork_turns": fork_turns,
-            "max_turns": 5,
-            "max_turn_tokens": 3,
-            "max_completion_tokens": 40,
-            **limits,
-        }
-    )
+def forks(branching=(3, 2, 2), fork_turns=(0, 1, 2), **options):
+    return TurnForks(branching=branching, fork_turns=fork_turns, **options)
 
 
 def turns_of(rollout):
@@ -87,36 +73,44 @@ def turns_of(rollout):
 )
 def test_every_tree_has_exactly_its_leaves(branching, fork_turns):
     """Early ends included, each prompt yields the product of the branching factors, tree by tree."""
-    wanted = shape(branching, fork_turns)
-    rollouts, _ = sample(wanted)
-    assert [rollout.tree for rollout in rollouts] == [tree for tree in range(3) for _ in range(wanted.num_leaves)]
+    leaves = math.prod(branching)
+    rollouts = sample(forks(branching, fork_turns))
+    assert [rollout.tree for rollout in rollouts] == [tree for tree in range(3) for _ in range(leaves)]
+    factors = dict(zip(fork_turns, branching, strict=True))
     for tree in range(3):
-        paths = [rollout.path for rollout in rollouts if rollout.tree == tree]
+        below = [rollout for rollout in rollouts if rollout.tree == tree]
+        paths = [rollout.path for rollout in below]
         assert paths == sorted(paths)
+        assert all(set(rollout.fork_turns) <= set(fork_turns) for rollout in below)
         # A conversation that was over before a fork stands for all the leaves below its place.
-        for path, count in Counter(paths).items():
-            assert count == math.prod(branching[len(path) :])
+        for rollout in below:
+            reached = math.prod(factors[turn] for turn in rollout.fork_turns)
+            assert paths.count(rollout.path) == leaves // reached
     if branching == (3, 2, 2):
         assert any(len(rollout.path) < 3 for rollout in rollouts), "no early end: the case is not covered"
 
 
 def test_siblings_share_their_history_token_by_token():
     """Rows of a tree agree on all turns before the one that they part at, so sharing is what branching implies."""
-    rollouts, _ = sample(shape())
+    rollouts = sample(forks(fork_turns=(0, 1, 3)))
     for tree in range(3):
         leaves = [rollout for rollout in rollouts if rollout.tree == tree]
         for first, second in itertools.combinations(leaves, 2):
-            forks = zip(first.path, second.path, strict=False)
-            common = len(list(itertools.takewhile(lambda branches: branches[0] == branches[1], forks)))
-            # Fork k stands before turn k: paths that agree on the first k forks have turns 0 to k - 1 in common.
-            assert turns_of(first)[:common] == turns_of(second)[:common]
+            branches = zip(first.path, second.path, strict=False)
+            agreed = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], branches)))
+            if first.path != second.path:
+                common = first.fork_turns[agreed]
+                assert turns_of(first)[:common] == turns_of(second)[:common]
+                assert first.fork_turns[: agreed + 1] == second.fork_turns[: agreed + 1]
+            else:
+                assert first == second
         rows = RolloutTree.from_trajectories([leaf.prompt_ids + leaf.completion_ids for leaf in leaves])
         assert rows.sharing_ratio > 1.5
 
 
 def test_masks_mark_what_the_policy_sampled():
     """Playing the masked-in turns again gives the masked-out words, the reward and the number of turns."""
-    rollouts, _ = sample(shape(max_completion_tokens=200))
+    rollouts = sample(forks(), max_completion_tokens=200)
     assert any(0 in rollout.env_mask for rollout in rollouts)
     for rollout in rollouts:
         assert len(rollout.completion_ids) == len(rollout.logprobs) == len(rollout.env_mask) > 0
@@ -132,35 +126,47 @@ def test_masks_mark_what_the_policy_sampled():
         assert rollout.num_turns == len(environment.actions)
 
 
-def test_recorded_logprobs_are_the_models():
-    """Log-probs recorded while sampling equal those of one forward per trajectory."""
-    rollouts, model = sample(shape())
-    worst = 0.0
-    for rollout in rollouts:
-        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
-        with torch.no_grad():
-            logprobs = model(input_ids=ids).logits[0, len(rollout.prompt_ids) - 1 : -1].log_softmax(-1)
-        expected = logprobs.gather(1, ids[0, len(rollout.prompt_ids) :, None])[:, 0]
-        sampled = torch.tensor(rollout.env_mask, dtype=torch.bool)
-        worst = max(worst, float((expected - torch.tensor(rollout.logprobs))[sampled].abs().max()))
-    assert worst < LOGPROB_BUDGET
-
-
 def test_equal_seeds_sample_equal_trees():
-    """Sampling depends on the seed and the policy, not on global random state."""
-    first, _ = sample(shape(), seed=1)
-    torch.rand(3)
-    again, _ = sample(shape(), seed=1)
-    other, _ = sample(shape(), seed=2)
-    assert first == again
-    assert first != other
+    """Sampling depends on the seed, not on global random state; no two requests have the same seed."""
+    engine = SeededEngine(len(TOKENIZER), END)
+    first = sample(forks(), seed=1, engine=engine)
+    np.random.rand(3)
+    assert first == sample(forks(), seed=1)
+    assert first != sample(forks(), seed=2)
+    seeds = [request.seed for request in engine.requests]
+    assert len(set(seeds)) == len(seeds) > 20
+
+
+@pytest.mark.parametrize("early_ends", ["repeat", "reroll"])
+@pytest.mark.parametrize("order", ["last", "any"])
+@pytest.mark.parametrize("at_once", [1, 5])
+def test_the_order_in_which_turns_are_finished_changes_nothing(early_ends, order, at_once):
+    """An engine that finishes the youngest request first, or any one, gives the same rollouts."""
+    policy = forks(early_ends=early_ends)
+    expected = sample(policy)
+    for shuffle in range(3):
+        engine = SeededEngine(len(TOKENIZER), END, order=order, at_once=at_once, shuffle=shuffle)
+        assert sample(policy, engine=engine) == expected
+
+
+def test_forks_are_one_request_and_conversations_do_not_wait():
+    """Continuations of one history are one request; a turn is asked for as soon as the one before it is finished."""
+    engine = SeededEngine(len(TOKENIZER), END, order="last")
+    sample(forks(), engine=engine)
+    assert [request.count for request in engine.requests[:3]] == [3, 3, 3]
+    histories = [request.history for request in engine.requests]
+    assert len(set(histories)) == len(histories)
+    # The youngest first: the last tree is over before the others' second turn is asked for.
+    prompts = [tuple(TOKENIZER(prompt)["input_ids"]) for prompt in PROMPTS]
+    trees = [max(i for i, p in enumerate(prompts) if history[: len(p)] == p) for history in histories[3:]]
+    assert trees == sorted(trees, reverse=True)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 7, 11])
 def test_no_completion_exceeds_its_limit(limit):
     """Completions end at the limit, never on an observation, and a turn that the limit cuts is not played."""
     environments = [Ragged() for _ in range(3)]
-    rollouts, _ = sample(shape(max_completion_tokens=limit), environments=environments)
+    rollouts = sample(forks(), max_completion_tokens=limit, environments=environments)
     assert len(rollouts) == 36
     for rollout in rollouts:
         assert 1 <= len(rollout.completion_ids) <= limit
@@ -177,9 +183,8 @@ def test_turn_limits():
             self.actions.append(action)
             return StepResult("error", done=False)
 
-    rollouts, _ = sample(
-        shape((2,), (0,), max_turns=4, max_turn_tokens=2), environments=[Talkative() for _ in range(3)]
-    )
+    environments = [Talkative() for _ in range(3)]
+    rollouts = sample(forks((2,), (0,)), max_turns=4, max_turn_tokens=2, environments=environments)
     assert {rollout.num_turns for rollout in rollouts} == {4}
     for rollout in rollouts:
         assert len(turns_of(rollout)) == 4
@@ -189,7 +194,7 @@ def test_turn_limits():
 def test_an_empty_prompt_is_refused():
     """There would be nothing to predict the first token from."""
     with pytest.raises(ValueError, match=r"expected a prompt of at least one token, got '' \(tree 1\)"):
-        sample(shape(), prompts=("lamp wanted", "", "cup"))
+        sample(forks(), prompts=("lamp wanted", "", "cup"))
 
 
 class Long(Ragged):
@@ -210,7 +215,7 @@ def test_an_observation_that_cannot_fit_is_not_even_encoded(monkeypatch):
         return encode(self, text, **options)
 
     monkeypatch.setattr(type(TOKENIZER), "__call__", recorded)
-    rollouts, _ = sample(shape(), environments=[Long() for _ in range(3)])
+    rollouts = sample(forks(), environments=[Long() for _ in range(3)])
     assert {rollout.num_turns for rollout in rollouts} == {1}
     assert max(lengths) < 1000
 
@@ -218,32 +223,76 @@ def test_an_observation_that_cannot_fit_is_not_even_encoded(monkeypatch):
 @pytest.mark.parametrize("count", [10_000, 1_000_000])
 def test_a_prompt_longer_than_the_model_is_refused(count):
     """By its tokens, or by its characters where they are too many to be encoded."""
-    with pytest.raises(ValueError, match=r"expected Ragged.reset to return at most 512 tokens, .* got a text of"):
-        sample(shape(), prompts=("lamp", "lamp " * count), max_prompt_tokens=512)
+    engine = SeededEngine(len(TOKENIZER), END, max_positions=512)
+    message = "expected Ragged.reset to return fewer tokens than the 512 positions of the model, got a text of"
+    with pytest.raises(ValueError, match=message):
+        sample(forks(), prompts=("lamp", "lamp " * count), engine=engine)
+
+
+@pytest.mark.parametrize("positions", [5, 6, 9, 14])
+def test_no_conversation_outgrows_the_model(positions):
+    """Its positions limit a conversation as ``max_completion_length`` does; the longest prompt here has four."""
+    rollouts = sample(forks(), engine=SeededEngine(len(TOKENIZER), END, max_positions=positions))
+    assert len(rollouts) == 36
+    for rollout in rollouts:
+        assert len(rollout.prompt_ids) + len(rollout.completion_ids) <= positions
+        assert rollout.env_mask[-1] == 1
 
 
 @pytest.mark.parametrize("prompt", [None, 7, b"lamp"])
 def test_a_prompt_that_is_no_text_is_refused(prompt):
     """Named with the environment and the tree."""
     with pytest.raises(ValueError, match=r"expected Ragged.reset to return a text, got .* \(tree 1\)"):
-        sample(shape(), prompts=("lamp", prompt))
+        sample(forks(), prompts=("lamp", prompt))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"branching": ()}, "branching factors of at least 1"),
-        ({"branching": (4, 0), "fork_turns": (0, 1)}, "branching factors of at least 1"),
-        ({"fork_turns": (0, 1)}, r"as many fork turns as branching factors, got \[0, 1\] for \[3, 2, 2\]"),
-        ({"fork_turns": (0, 2, 1)}, "ascending fork turns"),
-        ({"fork_turns": (0, 0, 1)}, "ascending fork turns"),
-        ({"fork_turns": (-1, 0, 1)}, "ascending fork turns"),
-        ({"fork_turns": (0, 1, 5)}, r"ascending fork turns in \[0, max_turns = 5\), got \[0, 1, 5\]"),
-        ({"max_turn_tokens": 0}, "expected max_turn_tokens of at least 1, got 0"),
-        ({"max_completion_tokens": 0}, "expected max_completion_tokens of at least 1, got 0"),
-    ],
-)
-def test_shapes_that_make_no_tree(changes, message):
-    """A shape is checked when it is made."""
-    with pytest.raises(ValueError, match=message):
-        shape(**changes)
+@pytest.mark.parametrize("limit", ["max_turns", "max_turn_tokens", "max_completion_tokens"])
+def test_limits_that_allow_nothing(limit):
+    """Limits are checked when they are made."""
+    with pytest.raises(ValueError, match=f"expected {limit} of at least 1, got 0"):
+        sample(forks(), **{limit: 0})
+
+
+class Breaks(Ragged):
+    """Breaks its contract at the third turn of all twins together."""
+
+    plays = 0
+
+    def step(self, action):
+        Breaks.plays += 1
+        return super().step(action) if Breaks.plays < 30 else None
+
+
+def test_what_was_sampled_survives_an_error():
+    """The conversations that were over can be read from the sampler that failed."""
+    engine = SeededEngine(len(TOKENIZER), END)
+    limits = TurnLimits(max_turns=5, max_turn_tokens=3, max_completion_tokens=40)
+    sampler = TreeSampler(engine=engine, tokenizer=TOKENIZER, policy=forks(), limits=limits, num_episodes=12, seed=0)
+    with pytest.raises(ValueError, match=r"expected Breaks.step to return a StepResult"):
+        sampler.sample([Breaks() for _ in PROMPTS], PROMPTS)
+    whole = sample(forks())
+    collected = sampler.rollouts()
+    assert 0 < len(collected) < len(whole)
+    assert all(rollout in whole for rollout in collected)
+
+
+class Broken(SeededEngine):
+    """Fails at its tenth request."""
+
+    def _turn(self, request, index):
+        if len(self.requests) > 9:
+            raise AssertionError("not reached")
+        return super()._turn(request, index)
+
+    def submit(self, request):
+        future = super().submit(request)
+        if len(self.requests) == 10:
+            self._queue.pop()
+            future.set_exception(EngineError("the server is gone"))
+        return future
+
+
+def test_errors_of_the_engine_are_raised():
+    """As they are."""
+    with pytest.raises(EngineError, match="the server is gone"):
+        sample(forks(), engine=Broken(len(TOKENIZER), END))

@@ -377,11 +377,12 @@ def test_turn_credit_on_several_ranks():
     """TRL gathers rewards of all ranks; a rank's turns see its own part, and groups across ranks are refused."""
     trainer = object.__new__(TreeGRPOTrainer)
     trainer.scale_rewards = "group"
+    trainer.args = type("Args", (), {"tree_credit": "turn"})()
     trainer.accelerator = type("Rank", (), {"process_index": 1})()
     rewards = torch.arange(8.0)
     assert trainer._local(rewards, 8, 4).tolist() == rewards.tolist()
     assert trainer._local(rewards, 4, 4).tolist() == [4, 5, 6, 7]
-    with pytest.raises(ValueError, match="4 rows a rank for groups of 8"):
+    with pytest.raises(ValueError, match=r"tree_credit=.turn. .*4 rows a rank for groups of 8"):
         trainer._local(rewards, 4, 8)
     trainer.scale_rewards = "batch"
     with pytest.raises(ValueError, match="scale_rewards='batch'"):

@@ -9,12 +9,14 @@ import inspect
 import textwrap
 
 import pytest
+import torch
 import transformers
 from accelerate import PartialState
 from accelerate.state import GradientState
 from trl import GRPOTrainer, RLOOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 from trl.trainer.base_trainer import _BaseTrainer
+from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from harts_hf import TreeGMPOTrainer, TreeGRPOTrainer, TreeRLOOTrainer
 from harts_hf.trainers.skipping import OTHER_LOG_PROBS
@@ -143,6 +145,10 @@ def test_attribute(trainer, hook):
         "_entropy_bonus_enabled",
         "top_entropy_quantile",
         "off_policy_mask_threshold",
+        "loss_type",
+        "tools",
+        "eos_token_ids",
+        "_tokenizer",
     ],
 )
 def test_attribute_of_grpo(trainer, hook):
@@ -169,6 +175,39 @@ def test_batches(trainer):
     for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"):
         check_calls(trainer, "_generate_and_score_completions", f'"{key}"')
     check_calls(trainer, "_generate_and_score_completions", "self._calculate_rewards(")
+
+
+@pytest.mark.parametrize("trainer", [GRPOTrainer, GMPOTrainer], ids=lambda trainer: trainer.__name__)
+def test_episodes_come_through(trainer):
+    """Where samples of episodes join TRL's rollouts, and where its losses gather a number per row."""
+    check_signature(trainer, "_generate", ["self", "prompts"])
+    returned = "return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images"
+    check_calls(trainer, "_generate", returned)
+    check_calls(trainer, "_generate", "self.rollout_func(prompts, self)")
+    check_calls(trainer, "_generate", 'extra_fields.pop("env_mask", None)')
+    for name in ("length", "terminated_length"):
+        for kind in ("mean", "min", "max"):
+            check_calls(trainer, "_generate", f'self._metrics[mode]["completions/{kind}_{name}"].append(')
+    check_calls(
+        trainer,
+        "_generate_and_score_completions",
+        "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)",
+    )
+    check_calls(trainer, "_generate_and_score_completions", "self.accelerator.process_index * len(prompts)")
+    for call in ("shuffle_sequence_dict(generation_batch)", "split_tensor_dict(generation_batch, "):
+        check_calls(trainer, "_prepare_inputs", call)
+    check_calls(trainer, "_compute_loss", "self.accelerator.gather(masked_seq_mean(")
+    check_signature(trainer, "compute_loss", ["self", "model", "inputs", "return_outputs", "num_items_in_batch"])
+
+
+def test_batches_of_lists_are_shuffled_and_split():
+    """TRL's helpers take lists beside a first tensor, by whose length they go."""
+    batch = {"first": torch.arange(4), "of_each": [[0], [1, 1], [], [3]], "scalar": torch.tensor(7)}
+    shuffled = shuffle_sequence_dict(batch)
+    assert shuffled["of_each"] == [batch["of_each"][number] for number in shuffled["first"].tolist()]
+    slices = split_tensor_dict(batch, 2)
+    assert [one["of_each"] for one in slices] == [[[0], [1, 1]], [[], [3]]]
+    assert [one["scalar"].item() for one in slices] == [7, 7]
 
 
 def batch_entries_read(trainer: type) -> set[str]:

@@ -1,0 +1,340 @@
+"""The collector of agents' episodes: a TRL ``rollout_func``."""
+
+import dataclasses
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harts_hf.rollouts.engines import Engine, SamplingSettings
+from harts_hf.rollouts.engines.opening import open_engine
+from harts_hf.rollouts.engines.vllm_server import VLLMServerEngine
+from harts_hf.rollouts.gateway.agents import Agent, AgentAccess, AgentFailure, checked_reward
+from harts_hf.rollouts.gateway.commands import as_agent
+from harts_hf.rollouts.gateway.episodes import (
+    AgentEpisode,
+    AgentSample,
+    as_reward,
+    episode_of,
+    file_rows,
+    group_prompts,
+    metrics_of,
+    places,
+    request_seeds,
+    seed_of,
+)
+from harts_hf.rollouts.gateway.formats import ChatFormat, TrlFormat
+from harts_hf.rollouts.gateway.runs import AgentJob, AgentRuns
+from harts_hf.rollouts.gateway.server import Gateway
+from harts_hf.rollouts.gateway.sessions import Session
+from harts_hf.rollouts.gateway.turns import EngineTurns, LengthLimits, TurnSource
+from harts_hf.rollouts.gateway.vllm import VLLMChatTurns, VLLMFormat, VLLMServer
+from harts_hf.rollouts.salvage import saved_on_failure
+
+logger = logging.getLogger(__name__)
+
+ChatFormatFactory = Callable[[Any], ChatFormat]
+
+
+class AgentError(RuntimeError):
+    """Every agent of a collection failed: nothing can be learned from it, and nothing will come of another."""
+
+
+class AgentRolloutCollector:
+    """Trains an agent that talks to a URL; give it to a trainer as ``rollout_func``.
+
+    The agent finds the policy behind an OpenAI-compatible endpoint of its own. Each of its requests becomes a sample
+    of its episode, or continues one (see docs/agents.md).
+
+    Example::
+
+        def agent(task, *, base_url, api_key):
+            client = openai.OpenAI(base_url=base_url, api_key=api_key)
+            answer = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": task}])
+            return float("42" in answer.choices[0].message.content)  # the reward
+
+        collector = AgentRolloutCollector(agent, max_turns=8, timeout=120)
+        trainer = TreeGRPOTrainer(model, agent_reward, args, dataset, rollout_func=collector)
+
+    Args:
+        agent: a function (also a coroutine function), a command as a list of texts, or an
+            :class:`~harts_hf.rollouts.gateway.Agent`.
+        reward: an episode's reward from the :class:`AgentEpisode`; by default what the agent returned, if that is a
+            number. Not asked for agents that failed.
+        failure_reward: the reward of agents that failed. By default they have none: their episodes are left out of the
+            training, whatever they sampled.
+        max_turns: turns of an episode; a request for more is refused (``max_turns_exceeded``).
+        max_turn_tokens: most tokens of a turn; the trainer's ``max_completion_length`` by default.
+        max_context_length: most tokens of a history and its turn; by default the engine's.
+        timeout: seconds that an agent may take.
+        max_concurrent: agents that run at a time.
+        chat_format: makes the policy's chat format from its tokenizer; by default the agent's own, else the server's
+            with vLLM, else :class:`~harts_hf.rollouts.gateway.TrlFormat`. "vllm_chat" has a vLLM server without
+            ``--enable-scale-out`` do everything, which tokenises histories anew.
+
+    Attributes:
+        agent: what plays.
+        last_episodes: the episodes of the latest call; empty before the first.
+        last_rollouts: their samples.
+        last_metrics: counts of the latest call, as they are logged (``agent/...``).
+        last_sampling_tokens: tokens that the policy has read for them.
+
+    Raises:
+        ValueError: an agent that is none, numbers out of range.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        *,
+        reward: Callable[[AgentEpisode], float | None] | None = None,
+        failure_reward: float | None = None,
+        max_turns: int = 32,
+        max_turn_tokens: int | None = None,
+        max_context_length: int | None = None,
+        timeout: float = 600.0,
+        max_concurrent: int = 64,
+        chat_format: ChatFormatFactory | str | None = None,
+    ) -> None:
+        limits = {"max_turns": max_turns, "max_concurrent": max_concurrent}
+        limits |= {"max_turn_tokens": max_turn_tokens or 1, "max_context_length": max_context_length or 2}
+        for name, value in limits.items():
+            if value < 1:
+                raise ValueError(f"expected {name} of at least 1, got {value}")
+        if not timeout > 0:
+            raise ValueError(f"expected a timeout above 0, got {timeout}")
+        if isinstance(chat_format, str) and chat_format != "vllm_chat":
+            raise ValueError(f"expected chat_format to be a function, 'vllm_chat' or None, got {chat_format!r}")
+        self.agent: Agent = as_agent(agent)
+        self._reward = reward
+        self._failure_reward = failure_reward
+        self._max_turns = max_turns
+        self._max_turn_tokens = max_turn_tokens
+        self._max_context_length = max_context_length
+        self._timeout = timeout
+        self._max_concurrent = max_concurrent
+        self._chat_format = chat_format
+        self._gateway: Gateway | None = None
+        self._gateway_lock = threading.Lock()
+        self._format: tuple[Any, ChatFormat] | None = None  # of the tokenizer
+        self._calls: tuple[int, int] = (-1, 0)  # the trainer's step, and the calls during it
+        self._num_failed_calls = 0  # in a row
+        self.last_episodes: list[AgentEpisode] = []
+        self.last_rollouts: list[AgentSample] = []
+        self.last_metrics: dict[str, float] = {}
+        self.last_sampling_tokens = 0
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Has the agent play one episode for each prompt.
+
+        Args:
+            prompts: this process's prompts, each repeated ``num_generations`` times in a row, as TRL passes them.
+            trainer: the ``GRPOTrainer``; policy, tokenizer, sampling settings, limits and seed are its own.
+
+        Returns:
+            For each sample ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask`` and ``episode`` (the index
+            of its prompt); for each prompt ``agent_reward`` (float or None), ``num_turns`` and ``tree`` (ints). An
+            episode that is left out has no sample.
+
+        Raises:
+            AgentError: every agent failed; where there are several processes, every one of this process and in two
+                calls in a row.
+            EngineError: the engine did.
+            ValueError: a trainer whose settings contradict one another, a tokenizer without a known chat format.
+
+        Whatever is raised once the agents run, what was sampled by then is written to ``salvaged`` in the trainer's
+        output folder, as a rollout file that the exception names.
+        """
+        seeds = self._seeds(trainer)
+        trees = group_prompts(prompts, _group_size(trainer))
+        with open_engine(trainer, seed=seed_of(seeds)) as engine:
+            read_before = engine.num_read_tokens
+            sessions = self._open_sessions(trees, self._source(trainer, engine), seeds)
+            with saved_on_failure(lambda: file_rows(sessions, trees), *_place_of_failures(trainer)):
+                self.last_episodes = self._play(prompts, trees, sessions, engine, seeds)
+                self.last_sampling_tokens = engine.num_read_tokens - read_before
+                return self._rows(self.last_episodes, trainer)
+
+    def close(self) -> None:
+        """Stops the endpoint; another call starts it again."""
+        with self._gateway_lock:
+            if self._gateway is not None:
+                self._gateway.close()
+                self._gateway = None
+
+    def check(self, args: Any) -> None:
+        """Nothing of a trainer's arguments contradicts agents: episodes may have any number of samples."""
+
+    def _open_sessions(self, trees: list[int], source: TurnSource, seeds: tuple[int, ...]) -> list[Session]:
+        gateway = self._open_gateway()
+        return [
+            gateway.open(source, seed_of=request_seeds((*seeds, *place)), max_turns=self._max_turns)
+            for place in places(trees)
+        ]
+
+    def _play(
+        self, prompts: list[Any], trees: list[int], sessions: list[Session], engine: Engine, seeds: tuple[int, ...]
+    ) -> list[AgentEpisode]:
+        gateway = self._open_gateway()
+        gateway.watch(engine.wake)
+        jobs = [
+            AgentJob(
+                task=prompt,
+                session=session,
+                access=AgentAccess(
+                    base_url=session.base_url,
+                    api_key=session.key,
+                    model=session.source.model,
+                    seed=seed_of((*seeds, tree)),
+                ),
+            )
+            for prompt, tree, session in zip(prompts, trees, sessions, strict=True)
+        ]
+        runs = AgentRuns(
+            self.agent,
+            jobs,
+            timeout=self._timeout,
+            max_concurrent=self._max_concurrent,
+            on_done=engine.wake,
+        )
+        try:
+            with runs:
+                engine.run(until=lambda: gateway.error is not None or runs.is_done())
+        finally:
+            for session in sessions:
+                gateway.drop(session)
+        if gateway.error is not None:
+            raise gateway.error
+        played = []
+        for job, tree, outcome in zip(jobs, trees, runs.outcomes, strict=True):
+            assert outcome is not None
+            played.append(self._scored(episode_of(job, tree, outcome)))
+        self.last_metrics = metrics_of(sessions, played)
+        without = [episode.failure for episode in played if episode.failure and episode.failure.kind == "reward"]
+        if without:
+            logger.warning("%d episodes have no reward: %s", len(without), without[0])
+        return played
+
+    def _scored(self, episode: AgentEpisode) -> AgentEpisode:
+        failure = episode.failure
+        reward = self._failure_reward
+        if failure is None:
+            try:
+                reward = checked_reward(self._reward(episode) if self._reward else as_reward(episode.result))
+            except AgentFailure as error:
+                failure = error
+        return dataclasses.replace(episode, failure=failure, reward=reward)
+
+    def _rows(self, episodes: list[AgentEpisode], trainer: Any) -> dict[str, Any]:
+        self._check_failures(episodes, trainer)
+        # Without a reward nothing can be learned from what a failed agent sampled: it must not count as rows either.
+        trained = [
+            (index, row)
+            for index, episode in enumerate(episodes)
+            if episode.failure is None or episode.reward is not None
+            for row in episode.rows
+        ]
+        self.last_rollouts = [
+            AgentSample(
+                tree=episodes[index].tree,
+                prompt_ids=row.prompt_ids,
+                completion_ids=row.completion_ids,
+                reward=episodes[index].reward,
+            )
+            for index, row in trained
+        ]
+        logged = getattr(trainer, "_metrics", None)
+        if logged is not None:
+            mode = "train" if trainer.model.training else "eval"
+            for name, value in self.last_metrics.items():
+                logged[mode][name].append(value)
+        return {
+            **{
+                key: [getattr(row, key) for _, row in trained]
+                for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask")
+            },
+            "episode": [index for index, _ in trained],
+            "agent_reward": [episode.reward for episode in episodes],
+            "num_turns": [episode.num_turns for episode in episodes],
+            "tree": [episode.tree for episode in episodes],
+        }
+
+    def _check_failures(self, episodes: list[AgentEpisode], trainer: Any) -> None:
+        failures = [episode.failure for episode in episodes if episode.failure is not None]
+        self._num_failed_calls = self._num_failed_calls + 1 if len(failures) == len(episodes) else 0
+        # Of several processes one may have few episodes, and bad luck with all of them.
+        if self._num_failed_calls < (1 if trainer.accelerator.num_processes == 1 else 2):
+            return
+        kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(f.kind for f in failures).items())
+        raise AgentError(
+            f"expected an agent that comes to its end, got {len(failures)} failures ({kinds}): see the log"
+        )
+
+    def _source(self, trainer: Any, engine: Engine) -> TurnSource:
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        limits = LengthLimits(
+            max_turn_tokens=self._max_turn_tokens or trainer.args.max_completion_length,
+            max_completion_tokens=trainer.args.max_completion_length,
+            max_positions=min(filter(None, (self._max_context_length, engine.max_positions)), default=None),
+        )
+        end_ids = tuple(trainer.eos_token_ids)
+        if self._chat_format == "vllm_chat":
+            return _vllm_chat(trainer, tokenizer, limits, engine)
+        # The tokenizer is copied, which takes a while: once.
+        if self._format is None or self._format[0] is not tokenizer:
+            self._format = tokenizer, self._new_format(tokenizer, engine)
+        chat_format = self._format[1]
+        if trainer.use_vllm:
+            _reconnect(chat_format, engine)
+        return EngineTurns(engine, chat_format, end_ids=end_ids, limits=limits)
+
+    def _new_format(self, tokenizer: Any, engine: Engine) -> ChatFormat:
+        if callable(self._chat_format):
+            return self._chat_format(tokenizer)
+        own = self.agent.chat_format(tokenizer)
+        if own is not None:
+            return own
+        if isinstance(engine, VLLMServerEngine):
+            return VLLMFormat(tokenizer, VLLMServer.of_engine(engine))
+        return TrlFormat(tokenizer)
+
+    def _open_gateway(self) -> Gateway:
+        with self._gateway_lock:
+            if self._gateway is None:
+                self._gateway = Gateway()
+            return self._gateway
+
+    def _seeds(self, trainer: Any) -> tuple[int, ...]:
+        """What all seeds of a call depend on: the trainer's seed, its step, the calls during it, and the rank."""
+        step = trainer.state.global_step
+        self._calls = (step, self._calls[1] + 1 if self._calls[0] == step else 0)
+        return (trainer.args.seed, step, self._calls[1], trainer.accelerator.process_index)
+
+
+def agent_reward(*, agent_reward: list[float | None], **_: Any) -> list[float | None]:
+    """The reward function for agents' episodes: what the agent, or the collector's ``reward``, said."""
+    return agent_reward
+
+
+def _vllm_chat(trainer: Any, tokenizer: Any, limits: LengthLimits, engine: Engine) -> TurnSource:
+    settings = SamplingSettings.from_args(trainer.args, tuple(trainer.eos_token_ids))
+    return VLLMChatTurns(tokenizer, VLLMServer.of_engine(engine), settings=settings, limits=limits)
+
+
+def _reconnect(chat_format: ChatFormat, engine: Engine) -> None:
+    """Each collection has an engine of its own, with connections of its own."""
+    if isinstance(chat_format, VLLMFormat):
+        chat_format.server = VLLMServer.of_engine(engine)
+
+
+def _group_size(trainer: Any) -> int:
+    size = trainer.args.num_generations if trainer.model.training else trainer.num_generations_eval
+    return int(size)
+
+
+def _place_of_failures(trainer: Any) -> tuple[Path, str]:
+    """The folder and the name of the file of what was sampled before a failure."""
+    name = f"step{trainer.state.global_step}-rank{trainer.accelerator.process_index}"
+    return Path(trainer.args.output_dir) / "salvaged", name

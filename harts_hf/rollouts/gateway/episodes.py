@@ -1,0 +1,150 @@
+"""What came of the episodes of a collection."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+
+from harts_hf.rollouts.gateway.agents import AgentFailure, FailureKind
+from harts_hf.rollouts.gateway.recording import EpisodeRow
+from harts_hf.rollouts.gateway.runs import AgentJob, AgentOutcome
+from harts_hf.rollouts.gateway.sessions import Session
+from harts_hf.rollouts.gateway.splicing import Drift
+from harts_hf.rollouts.salvage import rollout_row
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentEpisode:
+    """An episode that an agent has played.
+
+    Attributes:
+        task: the prompt, as it stands in the data set.
+        tree: index of its prompt group in the call.
+        result: what the agent returned.
+        failure: why there is none, or None. What was sampled before is in ``rows`` even so.
+        messages: the conversation of its last request, and the answers to it, as they came.
+        rows: its samples.
+        num_turns: turns of the policy.
+        seconds: that the agent took.
+        reward: of the episode; None where it has none.
+    """
+
+    task: Any
+    tree: int
+    result: Any
+    failure: AgentFailure | None
+    messages: list[dict[str, Any]]
+    rows: list[EpisodeRow]
+    num_turns: int
+    seconds: float
+    reward: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSample:
+    """A sample of a collection, for plots and logs."""
+
+    tree: int
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    reward: float | None
+
+
+def episode_of(job: AgentJob, tree: int, outcome: AgentOutcome) -> AgentEpisode:
+    """The episode that a job became, without its reward."""
+    session = job.session
+    return AgentEpisode(
+        task=job.task,
+        tree=tree,
+        result=outcome.result,
+        failure=outcome.failure,
+        messages=[*session.messages, *session.answers],
+        rows=session.recording.rows(),
+        num_turns=session.recording.num_turns,
+        seconds=outcome.seconds,
+    )
+
+
+def as_reward(result: Any) -> Any:
+    """What an agent returned, if it is a reward; agents may return what they like for other reward functions."""
+    return result if isinstance(result, int | float) else None
+
+
+def file_rows(sessions: Sequence[Session], trees: Sequence[int]) -> list[dict[str, Any]]:
+    """What was sampled so far, as rows of a rollout file."""
+    rows = []
+    for session, tree in zip(sessions, trees, strict=True):
+        reward = as_reward(session.result)
+        for row in session.recording.rows():
+            rows.append(
+                rollout_row(
+                    tree,
+                    row.prompt_ids,
+                    row.completion_ids,
+                    env_mask=row.env_mask,
+                    logprobs=row.logprobs,
+                    reward=reward if reward is not None and math.isfinite(reward) else None,
+                )
+            )
+    return rows
+
+
+def metrics_of(sessions: Sequence[Session], episodes: Sequence[AgentEpisode]) -> dict[str, float]:
+    """What is logged of a collection: means over its episodes, and counts of what should be rare."""
+    counts: Counter[str] = Counter()
+    drifts: Counter[Drift] = Counter()
+    for session in sessions:
+        counts.update(session.counts)
+        drifts.update(session.recording.drifts)
+    kinds = Counter(episode.failure.kind for episode in episodes if episode.failure is not None)
+    number = len(episodes)
+    return {
+        "agent/turns": sum(episode.num_turns for episode in episodes) / number,
+        "agent/seconds": sum(episode.seconds for episode in episodes) / number,
+        "agent/failed": sum(kinds.values()) / number,
+        **{f"agent/failed/{kind}": float(kinds[kind]) for kind in get_args(FailureKind)},
+        "agent/histories/clean": float(drifts[Drift.CLEAN]),
+        "agent/histories/repaired": float(drifts[Drift.REALIGN]),
+        "agent/histories/forked": float(drifts[Drift.FORK]),
+        **{
+            f"agent/{name}": float(counts[name])
+            for name in ("requests", "refused", "disconnected", "over_limit", "ignored_parameters")
+        },
+    }
+
+
+def group_prompts(prompts: Sequence[Any], size: int) -> list[int]:
+    """The index of each prompt's group: equal prompts that follow one another, at most ``size``.
+
+    Args:
+        prompts: a process's; its share may begin or end within a group.
+        size: generations of a prompt.
+    """
+    trees, members = [0], 1
+    for before, prompt in itertools.pairwise(prompts):
+        is_same = prompt == before and members < size
+        members = members + 1 if is_same else 1
+        trees.append(trees[-1] + (not is_same))
+    return trees
+
+
+def places(trees: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Each episode's group and its number in it."""
+    seen: Counter[int] = Counter()
+    for tree in trees:
+        yield tree, seen[tree]
+        seen[tree] += 1
+
+
+def seed_of(entropy: Sequence[int]) -> int:
+    """A seed of 32 bits that depends on these numbers alone."""
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint32)[0])
+
+
+def request_seeds(entropy: Sequence[int]) -> Callable[[int], int]:
+    """The seeds of an episode's requests by their number."""
+    return lambda number: seed_of((*entropy, number))

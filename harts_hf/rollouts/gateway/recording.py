@@ -1,0 +1,197 @@
+"""The rows of an episode: what its requests and turns are to the training."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from harts_hf.rollouts.engines import SampledTurn
+from harts_hf.rollouts.gateway.answers import AssistantMessage
+from harts_hf.rollouts.gateway.formats import ChatFormat
+from harts_hf.rollouts.gateway.pieces import Piece, cut
+from harts_hf.rollouts.gateway.requests import ChatRequest
+from harts_hf.rollouts.gateway.splicing import Drift, History, extend, splice
+from harts_hf.tree import RolloutTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeRow:
+    """One sample of an episode, as TRL's ``rollout_func`` has it.
+
+    Attributes:
+        prompt_ids: ``[P]`` the history of the row's first turn.
+        completion_ids: ``[T]`` the turn, and what followed it.
+        logprobs: ``[T]`` as drawn; 0.0 where nothing was sampled.
+        env_mask: ``[T]`` 1 where a token was sampled, and in no earlier row of the episode.
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    env_mask: list[int]
+
+
+@dataclass
+class _Row:
+    """A row that may still grow.
+
+    Attributes:
+        pieces: its token ids, in pieces.
+        answer: index of the piece in which its last answer begins.
+        head: token ids of that piece before the answer.
+        request: what the last answer answers.
+        history: ids before the last answer.
+    """
+
+    ids: list[int]
+    prompt_length: int
+    pieces: list[Piece] = field(default_factory=list)
+    answer: int = 0
+    head: int = 0
+    request: ChatRequest | None = None
+    history: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+
+
+class Spliced(NamedTuple):
+    """A request's history as its episode has it.
+
+    Attributes:
+        ids: ``[L]`` token ids.
+        pieces: the same, in pieces.
+        drift: how it follows the rows before; None for an episode's first.
+        num_kept: ids that rows had already.
+        row: index of the row that it continues, or None.
+        row_length: that row's tokens at this time.
+        row_prompt_length: tokens of the row's prompt, all of ``ids`` where it begins a row.
+    """
+
+    ids: list[int]
+    pieces: list[Piece]
+    drift: Drift | None
+    num_kept: int
+    row: int | None
+    row_length: int
+    row_prompt_length: int
+
+
+class Recording:
+    """What was sampled in an episode. Not thread-safe.
+
+    A turn whose history extends a row token for token continues that row; any other begins one.
+
+    Args:
+        chat_format: of the policy.
+        end_ids: tokens that end turns.
+
+    Attributes:
+        drifts: histories by how they followed, "repaired" ones (:attr:`Drift.REALIGN`) among them.
+        num_turns: turns so far.
+    """
+
+    def __init__(self, chat_format: ChatFormat, end_ids: Sequence[int]) -> None:
+        self._format = chat_format
+        self._end_ids = frozenset(end_ids)
+        self._rows: list[_Row] = []
+        self.drifts: Counter[Drift] = Counter()
+        self.num_turns = 0
+
+    def splice(self, rendered: Sequence[int]) -> Spliced:
+        """A history with the ids that its episode has already, by the reuse rule.
+
+        Args:
+            rendered: ``[L]`` the history, tokenised anew.
+        """
+        pieces = cut(rendered, self._format)
+        best: tuple[tuple[int, int, int], Drift, History, int] | None = None
+        for index, row in enumerate(self._rows):
+            drift, history = splice(
+                row.pieces,
+                pieces,
+                answer=row.answer,
+                head=row.head,
+                end_ids=self._end_ids,
+                parse=lambda ids, row=row: self._parse(row, ids),  # type: ignore[misc]
+            )
+            # Clean before repaired before forked, then the most ids, then the latest row.
+            rank = (-list(Drift).index(drift), history.num_kept, index)
+            if best is None or rank > best[0]:
+                best = rank, drift, history, index
+        if best is None:
+            return Spliced(list(rendered), pieces, None, 0, None, 0, len(rendered))
+        _, drift, history, index = best
+        ids = history.ids
+        if drift is Drift.FORK:
+            return Spliced(ids, history.pieces, drift, history.num_kept, None, 0, len(ids))
+        row = self._rows[index]
+        return Spliced(ids, history.pieces, drift, history.num_kept, index, len(row.ids), row.prompt_length)
+
+    def adopt(self, ids: Sequence[int]) -> Spliced:
+        """A history whose ids somebody else has chosen: it continues the longest row that it extends."""
+        ids = list(ids)
+        begun = [index for index, row in enumerate(self._rows) if ids[: len(row.ids)] == row.ids]
+        if begun:
+            index = max(begun, key=lambda index: len(self._rows[index].ids))
+            row = self._rows[index]
+            length = len(row.ids)
+            return Spliced(ids, cut(ids, self._format), Drift.CLEAN, length, index, length, row.prompt_length)
+        drift = Drift.FORK if self._rows else None
+        return Spliced(ids, cut(ids, self._format), drift, 0, None, 0, len(ids))
+
+    def record(self, history: Spliced, turns: Sequence[SampledTurn], request: ChatRequest) -> None:
+        """Adds turns that were drawn from one history.
+
+        The first continues the history's row, unless another turn did so meanwhile; the others begin rows.
+        """
+        for number, turn in enumerate(turns):
+            row = None if history.row is None or number else self._rows[history.row]
+            drift = history.drift if number == 0 else Drift.FORK
+            if row is not None and len(row.ids) != history.row_length:
+                row, drift = None, Drift.FORK
+            if row is None:
+                row = _Row(ids=list(history.ids), prompt_length=len(history.ids))
+                self._rows.append(row)
+            else:
+                added = history.ids[len(row.ids) :]
+                row.ids += added
+                row.logprobs += [0.0] * len(added)
+                row.mask += [0] * len(added)
+            if drift is not None:
+                self.drifts[drift] += 1
+            row.history = len(row.ids)
+            row.request = request
+            row.pieces, row.answer = extend(history.pieces, turn.token_ids, self._format)
+            row.head = row.history - sum(len(piece.ids) for piece in row.pieces[: row.answer])
+            row.ids += turn.token_ids
+            row.logprobs += turn.logprobs
+            row.mask += [1] * len(turn.token_ids)
+            self.num_turns += 1
+
+    def rows(self) -> list[EpisodeRow]:
+        """The episode's samples, in the order in which they were begun; none for an episode without turns."""
+        if not self._rows:
+            return []
+        tree = RolloutTree.from_trajectories([row.ids for row in self._rows])
+        trained = np.zeros(tree.num_tokens, bool)
+        rows = []
+        for index, row in enumerate(self._rows):
+            path = tree.path(index)[row.prompt_length :]
+            # A sampled token is trained once.
+            mask = np.array(row.mask, bool) & ~trained[path]
+            trained[path[mask]] = True
+            rows.append(
+                EpisodeRow(
+                    prompt_ids=row.ids[: row.prompt_length],
+                    completion_ids=row.ids[row.prompt_length :],
+                    logprobs=list(row.logprobs),
+                    env_mask=mask.astype(int).tolist(),
+                )
+            )
+        return rows
+
+    def _parse(self, row: _Row, ids: list[int]) -> AssistantMessage:
+        assert row.request is not None
+        return self._format.parse(ids, row.request, history=row.ids[: row.history])

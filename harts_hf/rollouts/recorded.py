@@ -1,0 +1,88 @@
+"""What a rollout file holds: trajectories in groups, and what became of its conversations."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harts_hf.tree import IntArray, RolloutTree
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rollout:
+    """One trajectory of ``L`` tokens as a file gives it.
+
+    Attributes:
+        token_ids: ``[L]`` int64; None in a shape file.
+        loss_mask: ``[L]`` bool, the tokens that the policy wrote; None if the file does not say.
+        advantage: a float, or ``[L]`` float64 per token, or None.
+        reward: a float or None.
+        old_logprobs: ``[L]`` float64, log-prob of each token when it was sampled (entry 0 has no predictor), or None.
+        episode: which rollout of its group it is a sample of: the rows of a conversation have the same; None if the
+            file does not say, and then it is a rollout of its own.
+    """
+
+    token_ids: IntArray | None
+    loss_mask: NDArray[np.bool_] | None = None
+    advantage: float | NDArray[np.float64] | None = None
+    reward: float | None = None
+    old_logprobs: NDArray[np.float64] | None = None
+    episode: str | int | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RolloutGroup:
+    """The trajectories of one group.
+
+    Attributes:
+        name: the group as the file names it.
+        rollouts: its trajectories in the order of the file.
+        shape: the tree that a shape file gives; None for a rollout file.
+    """
+
+    name: str
+    rollouts: tuple[Rollout, ...]
+    shape: RolloutTree | None = None
+
+    @cached_property
+    def tree(self) -> RolloutTree:
+        """The rollout tree; trajectory ``i`` is ``rollouts[i]``."""
+        if self.shape is not None:
+            return self.shape
+        return RolloutTree.from_trajectories([rollout.token_ids for rollout in self.rollouts])  # type: ignore[misc]
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """Reward of each trajectory, None where the file has none."""
+        return [rollout.reward for rollout in self.rollouts]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RolloutFile:
+    """What a file holds, and what became of it.
+
+    Attributes:
+        groups: in the order of their first rows.
+        form: the name of the form, as ``--format`` takes it.
+        num_conversations: how many were turned into samples; 0 where rows have token ids.
+        samples_per: ``"turn"`` or ``"conversation"``.
+        notes: what of the conversations did not become a sample, by name, and how often.
+    """
+
+    groups: list[RolloutGroup]
+    form: str
+    num_conversations: int = 0
+    samples_per: str = "turn"
+    notes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def summary(self) -> list[str]:
+        """Lines that tell a person what was made of the file."""
+        samples = sum(len(group.rollouts) for group in self.groups)
+        if not self.num_conversations:
+            return [f"{samples:,} trajectories ({self.form})"]
+        of = f"{self.num_conversations:,} conversations ({self.form})"
+        lines = [f"{samples:,} samples of {of}, one per {self.samples_per}"]
+        return [*lines, *(f"{number:,} {note}" for note, number in self.notes.items())]

@@ -1,0 +1,79 @@
+"""How commands read files of others: options, what is said of it, warnings."""
+
+import json
+
+import pytest
+from support.chat import byte_tokenizer, trie_size, turn_texts
+from support.forms import FORMS, MESSAGES, TURNS
+
+from harts_hf.cli.main import main
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    """A folder with a tokenizer and a template."""
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+@pytest.fixture
+def rollouts(tmp_path):
+    """Three conversations of two tasks, with a column that nobody needs."""
+    path = tmp_path / "r.jsonl"
+    rows = [{"messages": MESSAGES, "task": {"id": number % 2}} for number in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_what_was_made_of_conversations_is_said(rollouts, tokenizer, tmp_path, capsys):
+    """Samples of conversations, and the column that was ignored, once."""
+    assert main(["plan", rollouts, "--tokenizer", tokenizer, "--json", str(tmp_path / "out.json")]) == 0
+    captured = capsys.readouterr()
+    assert "9 samples of 3 conversations (messages), one per turn" in captured.out
+    assert captured.err == f"harts: warning: {rollouts}: keys that are not read: task\n"
+    unique = trie_size([before + own for before, own in turn_texts(MESSAGES, TURNS)])
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["total"]["unique"] == unique and content["total"]["trajectories"] == 9
+    assert content["input"] == {"form": "messages", "conversations": 3, "notes": {}}
+
+
+def test_options_of_reading(rollouts, tokenizer, capsys):
+    """A sample per conversation, groups by a key; a key that is read is not ignored."""
+    options = ["--tokenizer", tokenizer, "--samples-per", "conversation", "--group-key", "task.id"]
+    assert main(["plan", rollouts, *options]) == 0
+    captured = capsys.readouterr()
+    assert "3 samples of 3 conversations (messages), one per conversation" in captured.out and not captured.err
+    lines = captured.out.splitlines()
+    assert lines[1].split()[:2] == ["0", "2"] and lines[2].split()[:2] == ["1", "1"]
+
+
+def test_verify_reads_conversations(tokenizer, tmp_path, capsys):
+    """With a tokenizer of its own; the draws are of the turns."""
+    from support.models import tiny_model
+
+    tiny_model("qwen3_5_text", vocab_size=300).config.save_pretrained(tmp_path / "model")
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(FORMS["tau2-bench"].rows[0]))
+    options = ["--model", str(tmp_path / "model"), "--tokenizer", tokenizer, "--draws", "1", "--max-tokens", "64"]
+    assert main(["verify", str(path), *options, "--no-oracle"]) in (0, 1)
+    said = capsys.readouterr().out
+    assert f"{path}: 6 samples of 2 conversations (tau2-bench), one per turn; " in said
+    assert (
+        "2 events left out: tool calls of the user" in said
+        and "2 events left out: results of the user's tools" in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "line 1: messages need a tokenizer, and none was given"),
+        (["--format", "tau-bench"], "line 1: expected traj to be a list, got none; keys are messages, task"),
+        (["--group-key", "task"], "line 1: expected group to be a string or an integer, got {'id': 0}"),
+    ],
+)
+def test_what_cannot_be_read_is_a_line(rollouts, tokenizer, capsys, options, message):
+    """With the file and the line, without a traceback."""
+    given = ["--tokenizer", tokenizer] if options else []
+    assert main(["plan", rollouts, *given, *options]) == 2
+    assert capsys.readouterr().err == f"harts plan: {rollouts}, {message}\n"
