@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harts_hf.rollouts.fields import check_keys
-from harts_hf.rollouts.files import ROLLOUT_KEYS
+from harts_hf.rollouts.readers import ROLLOUT_KEYS
 
 
 def rollout_row(
