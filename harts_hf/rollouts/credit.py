@@ -194,17 +194,25 @@ def _branch(values: EpisodeValues, turn_spans: Sequence[Spans]) -> list[list[flo
         siblings = [float(np.mean(values.rewards[sorted(other)])) for other in others if other]
         return values.values[own] - float(np.mean(siblings)) if siblings and episodes[own] else None
 
+    scored = set(np.flatnonzero(~np.isnan(values.rewards)).tolist())
+
+    def against_others(own: int) -> float:
+        others = sorted(scored - episodes[own])
+        return values.values[own] - float(np.mean(values.rewards[others])) if others and episodes[own] else 0.0
+
     known: dict[tuple[int, int], float | None] = {}
     by_turn = []
     for path, spans in zip(paths, turn_spans, strict=True):
-        turns, last = [], 0.0
+        turns: list[float] = []
+        last: float | None = None
         for start, end in spans:
             key = (int(path[start - 1]) if start else -1, int(path[end - 1]))
             if key not in known:
                 known[key] = against_siblings(*key)
             if (credit := known[key]) is not None:
                 last = credit
-            turns.append(last)
+            # Where a history that the policy did not write parted the episodes, a turn has no siblings.
+            turns.append(against_others(key[1]) if last is None else last)
         by_turn.append(turns)
     return by_turn
 

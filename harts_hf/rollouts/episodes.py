@@ -88,7 +88,7 @@ def read_episodes(
         [1] * len(ids) if mask is None else mask
         for ids, mask in zip(
             found["completion_ids"],
-            completed(output.get("env_mask") or [None] * len(given), [0]),
+            completed([None] * len(given) if output.get("env_mask") is None else output["env_mask"], [0]),
             strict=True,
         )
     ]

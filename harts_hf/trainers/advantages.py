@@ -31,23 +31,9 @@ class TreeAdvantages:
     # What TreeEpisodes and TreeHooks set.
     _episodes: Episodes | None
     _given_advantages: list[list[float]] | None
+    _generated: tuple[list[list[int]], list[list[int]]]
+    _rewards_per_func: torch.Tensor | None
     _tree: TreePolicy
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._rewards_per_func: torch.Tensor | None = None
-        super().__init__(*args, **kwargs)
-
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        parent: Any = super()
-        rewards: torch.Tensor = parent._calculate_rewards(*args, **kwargs)
-        infinite = rewards.isinf()  # TRL would turn what follows from them into huge finite advantages
-        if infinite.any():
-            row, function = infinite.nonzero()[0].tolist()
-            raise ValueError(
-                f"expected finite rewards, got {rewards[row, function]} from function {function} in row {row}"
-            )
-        self._rewards_per_func = rewards
-        return self._rewards_per_func
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's batch, with ``advantages`` of shape (B, T) where they are given per token or per turn.
@@ -80,11 +66,14 @@ class TreeAdvantages:
         rows = len(output["completion_ids"])
         index = np.arange(rows) if self._episodes is None else self._episodes.index
         rewards = self._local(total, int(index[-1]) + 1, group_size).cpu().numpy()
-        prompts = _real(output["prompt_ids"], output["prompt_mask"])
-        completions = _real(output["completion_ids"], output["completion_mask"])
-        by_policy = _real(output.get("tool_mask", output["completion_mask"]), output["completion_mask"])
-        trajectories = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
-        spans = [turn_spans(mask, len(prompt)) for mask, prompt in zip(by_policy, prompts, strict=True)]
+        # As they were generated: rows that TRL leaves out as truncated still say what their histories came to.
+        trajectories = [np.concatenate(pair) for pair in zip(*self._generated, strict=True)]
+        prompt_lengths = [len(prompt) for prompt in self._generated[0]]
+        by_policy = (output["completion_mask"] * output.get("tool_mask", 1)).cpu().numpy()
+        spans = [
+            turn_spans(mask[: len(tokens) - length], length)
+            for mask, tokens, length in zip(by_policy, trajectories, prompt_lengths, strict=True)
+        ]
         advantages = tree_advantages(
             self.args.tree_credit,
             trajectories,
@@ -94,7 +83,7 @@ class TreeAdvantages:
             scale=self.scale_rewards,
             episodes=index,
         )
-        return [row[len(prompt) :] for row, prompt in zip(advantages, prompts, strict=True)]
+        return [row[length:] for row, length in zip(advantages, prompt_lengths, strict=True)]
 
     def _local(self, rewards: torch.Tensor, rows: int, group_size: int) -> torch.Tensor:
         """This rank's part of rewards that TRL gathered.
@@ -118,10 +107,6 @@ def turn_spans(mask: np.ndarray, offset: int) -> list[tuple[int, int]]:
     """Half-open spans, moved by ``offset``, of the runs of ones in ``mask`` [L]: the policy's turns."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask != 0, [0]])))
     return [(int(start) + offset, int(stop) + offset) for start, stop in edges.reshape(-1, 2)]
-
-
-def _real(values: torch.Tensor, mask: torch.Tensor) -> list[np.ndarray]:
-    return [row[keep].cpu().numpy() for row, keep in zip(values, mask.bool(), strict=True)]
 
 
 def _pad_like(rows: list[Any], completion_ids: torch.Tensor, completion_mask: torch.Tensor) -> torch.Tensor:

@@ -5,12 +5,14 @@ each standing for itself with its last sample; the other rows join where TRL pad
 their episode when it shuffles and splits the batch.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import nn
+from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
 from harts_hf.rollouts.checks import check_rollouts
@@ -40,6 +42,7 @@ class TreeEpisodes:
     mask_truncated_completions: bool
     _tokenizer: Any
     loss_type: str
+    _calculate_rewards: Any
     # What TreeHooks sets.
     _tree: TreePolicy
 
@@ -50,10 +53,11 @@ class TreeEpisodes:
         self._episodes: Episodes | None = None
         self._rows: dict[str, Any] = {}  # of the episodes, what the rollout function returned
         self._given_advantages: list[list[float]] | None = None
+        self._generated: tuple[list[list[int]], list[list[int]]] = ([], [])  # prompts and completions of all rows
+        self._rewards_per_func: torch.Tensor | None = None
         super().__init__(*args, **kwargs)
-        if self.rollout_func is not None:
-            self._user_rollout_func = self.rollout_func
-            self.rollout_func = self._collect
+        # Outside whatever a subclass makes of it.
+        self._calculate_rewards = functools.partial(self._rewards_of, self._calculate_rewards)
 
     def _collect(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """What the rollout function returns, checked; of each episode its last sample."""
@@ -98,7 +102,10 @@ class TreeEpisodes:
 
     def _generate(self, prompts: list[Any]) -> Any:
         parent: Any = super()
+        if self.rollout_func is not None and self.rollout_func != self._collect:
+            self._user_rollout_func, self.rollout_func = self.rollout_func, self._collect
         generated = parent._generate(prompts)
+        self._generated = generated[:2]
         if self._episodes is None:
             return generated
         if self.tools:  # TRL has just called them for the last samples
@@ -107,29 +114,51 @@ class TreeEpisodes:
         rows = self._rows
         log_lengths(self, rows, self._episodes)
         extra_fields = {**extra_fields, "samples": self._samples(prompts, completions)}
-        ids = rows["prompt_ids"], rows["completion_ids"]
-        return (*ids, rows.get("env_mask"), completions, rows["logprobs"], extra_fields, *images)
+        self._generated = rows["prompt_ids"], rows["completion_ids"]
+        return (*self._generated, rows.get("env_mask"), completions, rows["logprobs"], extra_fields, *images)
 
     def _samples(self, prompts: list[Any], completions: list[Any]) -> list[list[Any]]:
         """For each episode the completions of its samples, in the form in which TRL gives the last one."""
         assert self._episodes is not None
-        decoded: list[Any] = self.processing_class.batch_decode(self._rows["completion_ids"], skip_special_tokens=True)
-        if is_conversational({"prompt": prompts[0]}):
-            decoded = [[{"role": "assistant", "content": text}] for text in decoded]
+        completion_ids = self._rows["completion_ids"]
+        decoded: list[Any]
+        if not is_conversational({"prompt": prompts[0]}):
+            decoded = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+        elif any(getattr(self._tokenizer, name, None) for name in ("response_template", "response_schema")):
+            pairs = zip(self._rows["prompt_ids"], completion_ids, strict=True)
+            decoded = [[parse_response(self._tokenizer, ids, prefix=prompt)] for prompt, ids in pairs]
+        else:
+            texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+            decoded = [[{"role": "assistant", "content": text}] for text in texts]
         samples = self._episodes.of_each(decoded)
         return [
             [] if is_empty else [*earlier[:-1], last]
             for earlier, last, is_empty in zip(samples, completions, self._episodes.is_empty, strict=True)
         ]
 
-    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
-        parent: Any = super()
-        if self._episodes is None:
-            return parent._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        last = [completion_ids_list[row] for row in self._episodes.last_rows]
-        rewards: torch.Tensor = parent._calculate_rewards(inputs, prompts, completions, last)
-        is_empty = torch.as_tensor(self._episodes.is_empty, device=rewards.device)
-        return rewards.masked_fill(self.accelerator.gather(is_empty)[:, None], torch.nan)
+    def _rewards_of(
+        self, calculate: Any, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> torch.Tensor:
+        """TRL's rewards, or a subclass's, one per episode.
+
+        Raises:
+            ValueError: an infinite reward: TRL would turn what follows from it into huge finite advantages.
+        """
+        episodes = self._episodes
+        if episodes is not None:
+            completion_ids_list = [completion_ids_list[row] for row in episodes.last_rows]
+        rewards: torch.Tensor = calculate(inputs, prompts, completions, completion_ids_list)
+        if episodes is not None:
+            is_empty = torch.as_tensor(episodes.is_empty, device=rewards.device)
+            rewards = rewards.masked_fill(self.accelerator.gather(is_empty)[:, None], torch.nan)
+        infinite = rewards.isinf()
+        if infinite.any():
+            row, function = infinite.nonzero()[0].tolist()
+            raise ValueError(
+                f"expected finite rewards, got {rewards[row, function]} from function {function} in row {row}"
+            )
+        self._rewards_per_func = rewards
+        return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's batch; of episodes, a row per sample, with its episode's advantage and its own weight."""
@@ -162,12 +191,15 @@ class TreeEpisodes:
         parent: Any = super()
         if not self.model.training:
             return parent._prepare_inputs(generation_batch)
-        score = self._generate_and_score_completions
+        name = "_generate_and_score_completions"
+        score, own = self._generate_and_score_completions, vars(self).get(name)
         self._generate_and_score_completions = lambda inputs: _grouped(score(inputs))  # type: ignore[method-assign]
         try:
             return _ungrouped(parent._prepare_inputs(generation_batch))
         finally:
             del self._generate_and_score_completions
+            if own is not None:  # somebody else's
+                setattr(self, name, own)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -179,7 +211,7 @@ class TreeEpisodes:
         # An evaluation batch is a step of its own.
         totals = self._tree.totals or StepTotals.of([inputs], self._tree.ranks)
         with self._tree.ranks.gathering_ragged():
-            if self.args.tree_episode_weight == "sample":
+            if bool((inputs[WEIGHTS] == 1).all()):  # not the option, which may have changed since the rollouts
                 loss = parent.compute_loss(model, inputs, return_outputs, num_items_in_batch)
             else:
                 leaves = self._tree.leaves(model, inputs)
@@ -192,7 +224,8 @@ class TreeEpisodes:
 
                 loss = weighed_loss(loss_of, inputs, leaves.log_probs, leaves.entropies)
         factor = totals.factor(inputs, self._loss_is_mean_over or UNITS.get(self.loss_type, "rows"))
-        return loss if factor == 1 else loss * factor
+        self._tree.scaled_loss = loss = loss if factor == 1 else loss * factor
+        return loss
 
 
 def _grouped(batch: dict[str, Any]) -> dict[str, Any]:
@@ -200,10 +233,16 @@ def _grouped(batch: dict[str, Any]) -> dict[str, Any]:
     if WEIGHTS not in batch:
         return batch
     counts = torch.bincount(batch["episode"])
-    of_each = {
-        key: list(value.split(counts.tolist())) if isinstance(value, torch.Tensor) and value.ndim else value
-        for key, value in batch.items()
-    }
+    ends = counts.cumsum(0).tolist()
+    of_each: dict[str, Any] = {}
+    for key, value in batch.items():
+        is_scalar = not isinstance(value, torch.Tensor | list) or (isinstance(value, torch.Tensor) and not value.ndim)
+        if not is_scalar and len(value) != ends[-1]:
+            raise ValueError(
+                f"expected {key!r} of the batch to have {ends[-1]} entries, one per row, got {len(value)}"
+            )
+        starts = [0, *ends]
+        of_each[key] = value if is_scalar else [value[a:b] for a, b in zip(starts, ends, strict=False)]
     return {_COUNTS: counts, **of_each}
 
 
@@ -212,5 +251,9 @@ def _ungrouped(batch: dict[str, Any]) -> dict[str, Any]:
     if _COUNTS not in batch:
         return batch
     return {
-        key: torch.cat(value) if isinstance(value, list) else value for key, value in batch.items() if key != _COUNTS
+        key: _joined(value) if isinstance(value, list) else value for key, value in batch.items() if key != _COUNTS
     }
+
+
+def _joined(parts: list[Any]) -> Any:
+    return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else [value for part in parts for value in part]

@@ -110,6 +110,7 @@ class TreePolicy:
         )
         self.slices: list[TRLSlice] = []
         self.totals: StepTotals | None = None
+        self.scaled_loss: torch.Tensor | None = None  # what TreeEpisodes made of TRL's latest loss
         self._leaves: SliceLeaves | None = None
         self._settings: SettingsOfSlices | None = None
         self._inner: dict[int, Any] = {}
@@ -177,7 +178,7 @@ class TreePolicy:
             )
         finally:
             self._settings.restore()
-            self.totals = None
+            self.totals = self.scaled_loss = None
             self._inner = {}
 
     def leaves(self, model: nn.Module, batch: dict[str, Any]) -> SliceLeaves:
@@ -248,6 +249,12 @@ class TreePolicy:
         try:
             with self.ranks.marked(is_last), trainer.compute_loss_context_manager():
                 loss: Any = trainer.compute_loss(model, one.batch, num_items_in_batch=num_items)
+            if self.totals is not None and not self.totals.even and loss is not self.scaled_loss:
+                raise ValueError(
+                    "expected compute_loss to return what the tree trainer's does where episodes have different "
+                    "numbers of samples or weights, got another loss: its own terms would be neither scaled nor "
+                    "weighted (override _compute_loss instead)"
+                )
         finally:
             self._leaves = None
         return loss if trainer.loss_is_scaled_for_ga else loss / trainer.current_gradient_accumulation_steps

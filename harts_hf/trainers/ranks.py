@@ -67,7 +67,7 @@ class AccelerateRanks(Ranks):
         if self.count == 1:
             yield
             return
-        gather = self.accelerator.gather
+        gather, own = self.accelerator.gather, vars(self.accelerator).get("gather")
 
         def gather_ragged(tensor: Any) -> Any:
             if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
@@ -84,6 +84,8 @@ class AccelerateRanks(Ranks):
             yield
         finally:
             del self.accelerator.gather
+            if own is not None:  # somebody else's
+                self.accelerator.gather = own
 
     def scoring_model(self, model: nn.Module) -> nn.Module:
         """DDP's inner module, since its forward may broadcast buffers; else the wrapped one."""

@@ -133,7 +133,7 @@ def weighed_loss(
             gradients["reference"] * _k3_over_its_derivative((inner["reference"] - inner["log_probs"]).detach())
         )
     per_row = [part.double().reshape(len(part), -1).sum(dim=1) for part in parts]
-    total, magnitude = sum(part.sum() for part in per_row), sum(part.abs().sum() for part in per_row)
+    total, magnitude = sum(part.sum() for part in per_row), sum(part.double().abs().sum() for part in parts)
     # Near the reference, k3 is nothing but the rounding of its terms, of size 1 at each token.
     eps = max(torch.finfo(value.dtype).eps for value in (loss, log_probs))
     floor = eps * log_probs.shape[1] if reference is not None else 1e-12

@@ -180,7 +180,7 @@ def by_prefixes(credit, trajectories, turn_spans, rewards, groups, scale, episod
             scale, spread([reward_of[e] for e in known])
         )
         result = np.zeros(len(tokens))
-        baseline, compared = root, 0.0
+        baseline, compared = root, None
         for start, end in turn_spans[row]:
             before, after = tuple(tokens[:start]), tuple(tokens[:end])
             if len(through[after]) < len(through[before]):
@@ -201,7 +201,9 @@ def by_prefixes(credit, trajectories, turn_spans, rewards, groups, scale, episod
                 rivals = [mean(rival) for rival in rivals if rival]
                 if rivals and through[after] & known:
                     compared = value[after] - float(np.mean(rivals))
-                result[start:end] = compared / of_group
+                others = set(everyone) - through[after]
+                alone = value[after] - mean(others) if others and through[after] & known else 0.0
+                result[start:end] = (alone if compared is None else compared) / of_group
             if credit == "tree_grpo":
                 firsts = {}
                 for other in mates:
