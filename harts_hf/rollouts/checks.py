@@ -4,7 +4,7 @@ import math
 import operator
 from typing import Any
 
-from harts_hf.rollouts.episodes import RESERVED_KEYS, ROW_KEYS
+from harts_hf.rollouts.episodes import EXACT_MASK, RESERVED_KEYS, ROW_KEYS
 from harts_hf.rollouts.fields import shortened
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
@@ -17,7 +17,7 @@ def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int 
         output: ``prompt_ids``, ``completion_ids``, ``logprobs`` (a list of lists each, or ``logprobs`` None), and
             optionally ``env_mask`` and ``advantages`` of the completions' lengths. With ``episode`` (for each row the
             index of its prompt) there may be any number of rows, and every other list has one entry per prompt;
-            without it there is one row per prompt.
+            without it there is one row per prompt. ``exact_env_mask`` says that no sampled token has mask 1 twice.
         num_prompts: prompts that the function was given; they come repeated.
         vocab_size: if given, token ids are checked against it.
 
@@ -49,7 +49,7 @@ def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int 
         length = len(output["completion_ids"][row])
         for key in ("logprobs", "env_mask", "advantages"):
             values = output.get(key)
-            if values is not None and values[row] is not None:
+            if values is not None:
                 _check_values(values[row], key, row, length)
 
 
@@ -60,6 +60,10 @@ def _check_episodes(output: dict[str, Any], num_prompts: int) -> int:
         raise ValueError(
             f"expected no {', '.join(reserved)} beside 'episode' (reward functions get it from the trainer), got one"
         )
+    if output.get(EXACT_MASK) not in (None, True, False):
+        raise ValueError(f"expected {EXACT_MASK!r} to be true or false, got {shortened(output[EXACT_MASK])}")
+    if output.get(EXACT_MASK) and output.get("env_mask") is None:
+        raise ValueError(f"expected 'env_mask' where {EXACT_MASK!r} is set, got none")
     index = output["episode"]
     if not hasattr(index, "__len__") or isinstance(index, str):
         raise ValueError(f"expected 'episode' to be a list of indices, one per row, got {shortened(index)}")

@@ -57,7 +57,8 @@ class TreeRolloutCollector:
         self._policy = _fork_policy(branching, fork_turns, fork_policy)
         self._max_turns = max_turns
         self._max_turn_tokens = max_turn_tokens
-        self._calls: tuple[int, int] = (-1, 0)  # the trainer's step, and the calls during it
+        # Of training (True) and evaluation: the trainer's step, and the calls during it.
+        self._calls = {True: (-1, 0), False: (-1, 0)}
         self.last_rollouts: list[SampledRollout] = []
         self.last_sampling_tokens = 0
         # Raises now, not at the first step.
@@ -128,10 +129,15 @@ class TreeRolloutCollector:
         )
 
     def _seeds(self, trainer: Any, count: int) -> list[int]:
-        """Seeds that depend on the trainer's seed, its step, the calls during it and the rank, and on nothing else."""
-        step = trainer.state.global_step
-        self._calls = (step, self._calls[1] + 1 if self._calls[0] == step else 0)
-        entropy = (trainer.args.seed, step, self._calls[1], trainer.accelerator.process_index)
+        """Seeds that depend on the trainer's seed, its step, the calls during it, the rank, and on nothing else.
+
+        Calls of training and of evaluation are counted apart, so that an evaluation changes no training.
+        """
+        step, is_training = trainer.state.global_step, bool(trainer.model.training)
+        last_step, call = self._calls[is_training]
+        call = call + 1 if last_step == step else 0
+        self._calls[is_training] = step, call
+        entropy = (trainer.args.seed, step, call, trainer.accelerator.process_index, int(not is_training))
         return np.random.SeedSequence(entropy).generate_state(count, np.uint32).tolist()
 
 

@@ -18,6 +18,8 @@ from harts_hf.tree import RolloutTree
 ROW_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "advantages", "episode")
 # Given to reward functions by the trainer.
 RESERVED_KEYS = ("samples",)
+# True: masks are 1 only at tokens that a row drew itself, so that no sampled token recurs with mask 1.
+EXACT_MASK = "exact_env_mask"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,7 +65,7 @@ def read_episodes(
     Returns:
         The output without ``episode``, where an episode without a sample has one row with a mask of zeros and a
         sampled token that recurs within its episode (the same history, the same token) is trained in the first row
-        only that has it and is trained; and the episodes.
+        only that has it and is trained, unless the masks are exact; and the episodes.
     """
     given = np.asarray(output["episode"], np.int64)
     is_empty = np.bincount(given, minlength=num_prompts) == 0
@@ -76,7 +78,7 @@ def read_episodes(
         every = [*rows, *(list(filler) for _ in fillers)]
         return [every[row] for row in order.tolist()]
 
-    found = {key: value for key, value in output.items() if key not in ROW_KEYS}
+    found = {key: value for key, value in output.items() if key not in (*ROW_KEYS, EXACT_MASK)}
     found["prompt_ids"] = completed(output["prompt_ids"], [end_token])
     found["completion_ids"] = completed(output["completion_ids"], [end_token])
     found["logprobs"] = None if output["logprobs"] is None else completed(output["logprobs"], [0.0])
@@ -91,7 +93,10 @@ def read_episodes(
         )
     ]
     counts = [whole_ends is None or ids[-1] in whole_ends for ids in found["completion_ids"]]
-    trained = _trained_once(found["prompt_ids"], found["completion_ids"], masks, counts, episodes)
+    if output.get(EXACT_MASK):
+        trained = [list(mask) for mask in masks]
+    else:
+        trained = _trained_once(found["prompt_ids"], found["completion_ids"], masks, counts, episodes)
     if output.get("env_mask") is not None or not all(map(all, trained)):
         found["env_mask"] = trained
     return found, episodes

@@ -30,14 +30,14 @@ class TreeHooks:
     # The trainer's configuration class; a plain TRL one would lack the tree options.
     _config_class: type
 
-    def __init__(self, model: Any, reward_funcs: Any, args: Any = None, **kwargs: Any) -> None:
+    def __init__(self, model: Any, reward_funcs: Any, args: Any = None, *more: Any, **kwargs: Any) -> None:
         check_trl_version()
         if args is None:
             args = self._config_class(output_dir=type(self).__name__)
         if not isinstance(args, self._config_class):
             raise ValueError(f"expected args to be a {self._config_class.__name__}, got {type(args).__name__}")
         parent: Any = super()
-        parent.__init__(model, reward_funcs, args=args, **kwargs)
+        parent.__init__(model, reward_funcs, args, *more, **kwargs)
         check_settings(self)
         patch(self.model)
         if self.ref_model is not None:

@@ -12,8 +12,9 @@ from harts_hf.rollouts.episodes import Episodes
 def log_lengths(trainer: Any, rows: dict[str, Any], episodes: Episodes) -> None:
     """Replaces TRL's ``completions/*`` (of last samples) by those of episodes, and adds those of samples.
 
-    Lengths count the tokens that are trained. An episode has terminated if its last sample ended with an end token.
-    ``num_tokens`` counts the prompts and trained tokens of all samples. Collectives where there are several ranks.
+    Lengths count the tokens that are trained; an episode without a sample has length 0 and no sample. An episode has
+    terminated if its last sample ended with an end token. ``num_tokens`` counts the prompts and trained tokens of all
+    samples. Collectives where there are several ranks.
     """
     mode = "train" if trainer.model.training else "eval"
     metrics, accelerator = trainer._metrics[mode], trainer.accelerator
@@ -22,9 +23,13 @@ def log_lengths(trainer: Any, rows: dict[str, Any], episodes: Episodes) -> None:
     read = lengths + np.array([len(ids) for ids in rows["prompt_ids"]])
     ends = (*trainer.eos_token_ids, trainer._tokenizer.pad_token_id)
     last = episodes.last_rows
+    samples = lengths[~episodes.is_empty[episodes.index]].tolist()
+    counts = np.where(episodes.is_empty, 0, episodes.counts)
     of_episodes = [
-        (int(length), rows["completion_ids"][row][-1] in ends, int(count))
-        for length, row, count in zip(np.bincount(episodes.index, weights=lengths), last, episodes.counts, strict=True)
+        (int(length), rows["completion_ids"][row][-1] in ends and not is_empty, int(count))
+        for length, row, count, is_empty in zip(
+            np.bincount(episodes.index, weights=lengths), last, counts, episodes.is_empty, strict=True
+        )
     ]
     if mode == "train":
         more = torch.tensor([int(read.sum() - read[last].sum())], device=accelerator.device)
@@ -37,7 +42,8 @@ def log_lengths(trainer: Any, rows: dict[str, Any], episodes: Episodes) -> None:
     for name, values in (("", length), ("terminated_", terminated)):
         for kind, number in _statistics(values).items():
             metrics[f"completions/{kind}_{name}length"][-1] = number
-    for kind, number in _statistics(np.array(gather_object(lengths.tolist()) if several else lengths)).items():
+    of_samples = np.array((gather_object(samples) if several else samples) or [0])
+    for kind, number in _statistics(of_samples).items():
         metrics[f"completions/sample/{kind}_length"].append(number)
     metrics["completions/samples_per_episode"].append(float(count.mean()))
 

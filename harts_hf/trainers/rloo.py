@@ -18,10 +18,10 @@ class TreeRLOOTrainer(TreeHooks, RLOOTrainer, TreeStep):  # type: ignore[misc]
 
     _config_class = TreeRLOOConfig
 
-    def __init__(self, model: Any, reward_funcs: Any, args: Any = None, **kwargs: Any) -> None:
+    def __init__(self, model: Any, reward_funcs: Any, args: Any = None, *more: Any, **kwargs: Any) -> None:
         if kwargs.pop("rollout_func", None) is not None:
             raise UnsupportedModelError(
                 "expected no rollout_func for TreeRLOOTrainer (TRL's RLOOTrainer has none, and masks no tokens of an "
                 "environment), got one: use TreeGRPOTrainer (scale_rewards='none' compares rewards without scaling)"
             )
-        super().__init__(model, reward_funcs, args, **kwargs)
+        super().__init__(model, reward_funcs, args, *more, **kwargs)

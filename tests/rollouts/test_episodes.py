@@ -63,6 +63,14 @@ def test_a_sampled_token_is_trained_where_it_comes_first():
     assert other["env_mask"] == [mask for _, _, mask in rows]
 
 
+def test_exact_masks_are_left_as_they_are():
+    """Two independent draws that coincide are both trained, where whoever drew them says so."""
+    rows = [([1], [2, 3], [1, 1]), ([1], [2, 4], [1, 1])]
+    found, _ = read_episodes(rollouts(rows, [0, 0], exact_env_mask=True), 1, END)
+    assert found["env_mask"] == [[1, 1], [1, 1]] and "exact_env_mask" not in found
+    assert read_episodes(rollouts(rows, [0, 0], exact_env_mask=False), 1, END)[0]["env_mask"] == [[1, 1], [0, 1]]
+
+
 @given(st.data())
 def test_trained_once_against_a_set_of_histories(data):
     """Against a set of (history, token) per episode, on random rows of few tokens."""
@@ -104,6 +112,9 @@ ROW = ([1], [2], [1])
         (rollouts([ROW, ROW, ROW], [0, 0, 1], reward=[1, 2, 3]), "'reward' to have 2 entries, one per episode"),
         (rollouts([ROW], [0], samples=[[], []]), "no samples beside 'episode'"),
         (rollouts([ROW], [0], advantages=[[1.0, 2.0]]), r"advantages\[0\] to have 1 entries"),
+        (rollouts([ROW], [0], exact_env_mask="yes"), "'exact_env_mask' to be true or false"),
+        ({**rollouts([ROW], [0], exact_env_mask=True), "env_mask": None}, "'env_mask' where 'exact_env_mask' is set"),
+        ({**rollouts([ROW], [0]), "logprobs": [None]}, r"logprobs\[0\] to be a list of 1 entries"),
         ({**rollouts([ROW] * 3, None)}, "the key 'episode'"),
     ],
 )

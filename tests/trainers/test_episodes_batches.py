@@ -163,7 +163,9 @@ def test_lengths(source, tmp_path):
     run = run_on_episodes(tmp_path, RaggedRollouts(source=source), max_steps=1)
     episodes, log = run.rollouts.training[0].episodes, run.logs[0]
     rows = [rows_of(episode) for episode in episodes]
-    by_sample = [int(row.count) for of_episode in rows for row in of_episode]
+    by_sample = [
+        int(row.count) for one, of_episode in zip(episodes, rows, strict=True) if one.samples for row in of_episode
+    ]
     by_episode = np.array([sum(int(row.count) for row in of_episode) for of_episode in rows])
     for name, values in (("completions", by_episode), ("completions/sample", by_sample)):
         got = [log[f"{name}/{kind}_length"] for kind in ("mean", "min", "max")]
