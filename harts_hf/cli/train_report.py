@@ -116,7 +116,9 @@ class TrainReport(TrainerCallback):
         rewards = _shown(summary["last_mean_reward"])
         if not np.array_equal(first, last):  # of few steps, both would be the mean of all
             up_to = max(WINDOW, self._entries[0]["step"])
-            rewards = f"{_shown(summary['first_mean_reward'])} (steps up to {up_to}) -> {rewards} (last {WINDOW} steps)"
+            rewards = (
+                f"{_shown(summary['first_mean_reward'])} (steps up to {up_to}) -> {rewards} (last {WINDOW} steps)"
+            )
         print(
             f"mean reward {rewards} in {summary['seconds']:.0f} s; "
             f"{summary['expanded_tokens']:,} tokens trained as {summary['forward_tokens']:,}"

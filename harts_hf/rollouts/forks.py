@@ -79,7 +79,9 @@ def check_policy(policy: object) -> None:
         ValueError: a text (the keys of recipes are none), a class, an object without the methods of
             :class:`ForkPolicy`.
     """
-    expected = "expected fork_policy to be an object such as NoForks(), EntropyForks(roots=4) or BudgetForks(tokens=500)"
+    expected = (
+        "expected fork_policy to be an object such as NoForks(), EntropyForks(roots=4) or BudgetForks(tokens=500)"
+    )
     if isinstance(policy, type):
         raise ValueError(f"{expected}, got the class {policy.__name__}")
     if isinstance(policy, str):
