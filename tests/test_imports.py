@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import harts_hf
+import harts_hf.rollouts
 
 PACKAGE = Path(harts_hf.__file__).parent
 # cli -> trainers, verify -> rollouts, runtime -> modeling -> kernels -> batch -> planner -> tree; errors are for all.
@@ -72,8 +73,9 @@ def test_every_part_is_ranked() -> None:
     [
         "import harts_hf; harts_hf.RolloutTree; harts_hf.plan_window; harts_hf.min_linear_calls",
         "from harts_hf.cli.main import main\ntry: main(['--help'])\nexcept SystemExit as e: assert not e.code",
+        "import harts_hf.rollouts, harts_hf.rollouts.salvage",
     ],
-    ids=["planning", "help"],
+    ids=["planning", "help", "rollouts"],
 )
 def test_needs_no_torch(code: str) -> None:
     """Planning and the command line's help start without torch (a fresh process)."""
@@ -81,12 +83,23 @@ def test_needs_no_torch(code: str) -> None:
     subprocess.run([sys.executable, "-c", code + check], check=True, capture_output=True)
 
 
-def test_public_names() -> None:
+@pytest.mark.parametrize("package", [harts_hf, harts_hf.rollouts], ids=lambda package: package.__name__)
+def test_public_names(package) -> None:
     """Every name in __all__ resolves."""
-    for name in harts_hf.__all__:
-        assert getattr(harts_hf, name) is not None
+    for name in package.__all__:
+        assert getattr(package, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        harts_hf.nothing  # noqa: B018
+        package.nothing  # noqa: B018
+
+
+def test_rollouts_need_the_extra_of_agents_only_for_agents() -> None:
+    """Environments do without its web server; the names of agents are there where it is (a fresh process)."""
+    code = "import sys; sys.modules['starlette'] = sys.modules['uvicorn'] = None\n"
+    code += "from harts_hf.rollouts import *\nfrom harts_hf.rollouts import Environment, StepResult\n"
+    code += "TreeRolloutCollector, environment_reward\n"
+    code += "try: from harts_hf.rollouts import AgentRolloutCollector\nexcept ImportError: pass\nelse: assert False"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert harts_hf.rollouts.AgentRolloutCollector.__module__.startswith("harts_hf.rollouts.gateway")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only")

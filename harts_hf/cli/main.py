@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from harts_hf.cli.output import printable_lines, reader_is_gone
+from harts_hf.cli.signals import Terminated
 
 COMMANDS = {
     "train": "train a model on rollout trees by a recipe: harts train RECIPE [--field value ...]",
@@ -36,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 where a command says no (`verify`) or fails in the middle (`train`); 2 for a command line
-        or an input that cannot be used; as after a signal where the user interrupts (130) or whoever reads stdout has
-        gone (141). A broken pipe of somebody else's is an error as any other.
+        or an input that cannot be used; as after a signal where the user interrupts (130), SIGTERM ends a training (143)
+        or whoever reads stdout has gone (141). A broken pipe of somebody else's is an error as any other.
     """
     try:
         status = _run(argv)
@@ -48,9 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor must what is still to be written
         return 141
-    except KeyboardInterrupt:
-        print("\nharts: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        terminated = isinstance(error, Terminated)
+        notes = getattr(error, "__notes__", ())  # where the rollouts lie that were collected before
+        lines = ["interrupted by SIGTERM" if terminated else "interrupted", *map(printable_lines, notes)]
+        print("\nharts: " + "\n".join(lines), file=sys.stderr)
+        return 143 if terminated else 130
 
 
 def _run(argv: Sequence[str] | None) -> int:

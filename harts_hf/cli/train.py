@@ -25,6 +25,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from harts_hf.cli.checks import check_output_folder, refuse_to_overwrite
 from harts_hf.cli.output import printable, reader_is_gone
 from harts_hf.cli.recipe import parse, split_recipe, unknown_message
+from harts_hf.cli.signals import sigterm_interrupts
 from harts_hf.cli.train_arguments import FORK_OPTIONS, TrainArguments
 from harts_hf.cli.train_report import REPORT_FILES, TrainReport
 from harts_hf.rollouts.collector import TreeRolloutCollector, environment_reward
@@ -53,8 +54,9 @@ def _train(trainer: TreeGRPOTrainer) -> int:
     gc.collect()
     gc.freeze()
     try:
-        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-        trainer.save_model(trainer.args.output_dir)
+        with sigterm_interrupts():
+            trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+            trainer.save_model(trainer.args.output_dir)
     except Exception as error:  # of an environment or a reward function, as a rule: where it happened matters
         if isinstance(error, BrokenPipeError) and reader_is_gone():
             raise

@@ -112,9 +112,15 @@ class TrainReport(TrainerCallback):
             _plot_reward(self._entries, new)
         with replacing(folder / "tree.png") as new:
             self._plot_tree(new)
+        first, last = self._windows()
+        rewards = _shown(summary["last_mean_reward"])
+        if not np.array_equal(first, last):  # of few steps, both would be the mean of all
+            up_to = max(WINDOW, self._entries[0]["step"])
+            rewards = (
+                f"{_shown(summary['first_mean_reward'])} (steps up to {up_to}) -> {rewards} (last {WINDOW} steps)"
+            )
         print(
-            f"mean reward {_shown(summary['first_mean_reward'])} (steps up to {WINDOW}) -> "
-            f"{_shown(summary['last_mean_reward'])} (last {WINDOW} steps) in {summary['seconds']:.0f} s; "
+            f"mean reward {rewards} in {summary['seconds']:.0f} s; "
             f"{summary['expanded_tokens']:,} tokens trained as {summary['forward_tokens']:,}"
         )
 
@@ -137,9 +143,15 @@ class TrainReport(TrainerCallback):
     def _cpu_seconds(self) -> float:
         return round(time.process_time() - self._cpu_started, 3)
 
+    def _windows(self) -> tuple[np.ndarray, np.ndarray]:
+        """``[logs]`` bool each: those of the first steps, and of the last."""
+        steps = np.array([entry["step"] for entry in self._entries])
+        return steps <= max(WINDOW, steps[0]), steps > steps[-1] - WINDOW
+
     def _summary(self, args: TrainingArguments) -> dict[str, Any]:
         steps = np.array([entry["step"] for entry in self._entries])
         rewards = _rewards(self._entries)
+        first, last = self._windows()
         # Logged metrics are means over the steps since the log before.
         spans = np.diff(steps, prepend=self._first_step)
 
@@ -155,8 +167,8 @@ class TrainReport(TrainerCallback):
             # Figures below are of the steps after this one: 0, or the checkpoint whose metrics are elsewhere.
             "counted_from_step": self._first_step,
             "window_steps": WINDOW,
-            "first_mean_reward": mean_reward(steps <= max(WINDOW, steps[0])),
-            "last_mean_reward": mean_reward(steps > steps[-1] - WINDOW),
+            "first_mean_reward": mean_reward(first),
+            "last_mean_reward": mean_reward(last),
             "sharing_ratio": total("tree/expanded_tokens") / max(total("tree/forward_tokens"), 1),
             "forward_tokens": total("tree/forward_tokens"),
             "backward_tokens": total("tree/backward_tokens"),

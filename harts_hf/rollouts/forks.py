@@ -72,6 +72,25 @@ class ForkPolicy(Protocol):
         """
 
 
+def check_policy(policy: object) -> None:
+    """Checks that something is a fork policy.
+
+    Raises:
+        ValueError: a text (the keys of recipes are none), a class, an object without the methods of
+            :class:`ForkPolicy`.
+    """
+    expected = (
+        "expected fork_policy to be an object such as NoForks(), EntropyForks(roots=4) or BudgetForks(tokens=500)"
+    )
+    if isinstance(policy, type):
+        raise ValueError(f"{expected}, got the class {policy.__name__}")
+    if isinstance(policy, str):
+        raise ValueError(f"{expected}, got the text {policy!r} (texts are for recipes)")
+    missing = [name for name in ("entropies", "check", "split", "keeps", "grow") if not hasattr(policy, name)]
+    if missing:
+        raise ValueError(f"{expected}, got {type(policy).__name__} without {', '.join(missing)}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TurnForks:
     """Forks before chosen turns.

@@ -45,6 +45,19 @@ def test_an_interrupted_command_has_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "\nharts: interrupted\n"
 
 
+def test_an_interrupt_says_where_rollouts_were_saved(monkeypatch, capsys):
+    """The note of the salvage, which no traceback shows."""
+
+    def interrupted(name):
+        error = KeyboardInterrupt()
+        error.add_note("2 rollouts are in out/salvaged/\x1bstep0.jsonl")
+        raise error
+
+    monkeypatch.setattr("harts_hf.cli.main.import_module", interrupted)
+    assert main(["plan", "rollouts.jsonl"]) == 130
+    assert capsys.readouterr().err == "\nharts: interrupted\n2 rollouts are in out/salvaged/\\x1bstep0.jsonl\n"
+
+
 def test_a_reader_that_goes_away_has_no_traceback(rollouts):
     """`harts plan ROLLOUTS | head -1` ends quietly, as a program that SIGPIPE ended."""
     command = [sys.executable, "-m", "harts_hf.cli", "plan", str(rollouts)]

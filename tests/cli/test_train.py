@@ -69,6 +69,7 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path, capsys):
     mean = (2 * metrics[0]["reward"] + metrics[1]["reward"]) / 3
     assert summary["first_mean_reward"] == summary["last_mean_reward"] == pytest.approx(mean)
     assert summary["seconds"] > 0
+    assert f"mean reward {mean:.3f} in " in progress  # one mean, as both are of all steps
 
     # The model that it saved can be trained on, by its path.
     again = [TINY, *SMALL, "--model_type", "", "--model_name_or_path", str(tmp_path), "--max_steps", "1"]
@@ -244,6 +245,19 @@ def test_only_the_first_process_writes(tmp_path):
     report.on_log(arguments, state, TrainerControl(), logs={"reward": 1.0})
     report.on_train_end(arguments, state, TrainerControl())
     assert not list(tmp_path.iterdir())
+
+
+def test_first_and_last_mean_are_shown_where_they_differ(tmp_path, capsys):
+    """A line with both means, of the steps that they are of; a resumed run begins where it was resumed."""
+    for first, said in ((0, "0.000 (steps up to 20) -> 1.000 (last 20 steps)"), (30, "0.000 (steps up to 35) -> 1")):
+        report = TrainReport(SimpleNamespace(last_rollouts=[]))
+        arguments = SimpleNamespace(output_dir=str(tmp_path / str(first)), seed=0, device=torch.device("cpu"))
+        state = TrainerState(is_world_process_zero=True, global_step=first, max_steps=first + 40)
+        report.on_train_begin(arguments, state, TrainerControl(), model=torch.nn.Linear(1, 1))
+        for state.global_step in range(first + 5, first + 41, 5):
+            report.on_log(arguments, state, TrainerControl(), logs={"reward": float(state.global_step > first + 20)})
+        report.on_train_end(arguments, state, TrainerControl())
+        assert f"mean reward {said}" in capsys.readouterr().out
 
 
 def test_the_command_line_overrides_the_recipe():

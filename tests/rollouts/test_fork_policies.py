@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.engines import SeededEngine
 
 from harts_hf.rollouts.environment import Environment, StepResult
-from harts_hf.rollouts.forks import Growth, NoForks, TurnForks, even_shares
+from harts_hf.rollouts.forks import Growth, NoForks, TurnForks, check_policy, even_shares
 from harts_hf.rollouts.growing_forks import BudgetForks, EntropyForks
 from harts_hf.rollouts.sampler import TreeSampler, TurnLimits
 
@@ -294,6 +294,26 @@ def test_a_policy_is_held_to_its_contract(answers, message):
     """Anybody may write one; what does not add up is named."""
     with pytest.raises(ValueError, match=message):
         sample(Strange(**answers), 4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "got"),
+    [
+        ("entropy", r"got the text 'entropy' \(texts are for recipes\)"),
+        (EntropyForks, "got the class EntropyForks"),
+        (SimpleNamespace(split=None, grow=None), "got SimpleNamespace without entropies, check, keeps"),
+    ],
+)
+def test_what_is_no_policy(policy, got):
+    """A recipe's name for one, its class, and an object that lacks something, all of which is named."""
+    with pytest.raises(ValueError, match=r"expected fork_policy to be an object such as NoForks\(\), .*" + got):
+        check_policy(policy)
+
+
+@pytest.mark.parametrize("policy", [NoForks(), TurnForks(branching=(2,), fork_turns=(0,)), Strange()])
+def test_what_is_a_policy(policy):
+    """Ours, and any object that has what they have."""
+    check_policy(policy)
 
 
 def test_an_engine_without_entropies():
