@@ -36,9 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None for those of the process.
 
     Returns:
-        The exit status: 0; 1 where a command says no (`verify`) or fails in the middle (`train`); 2 for a command line
-        or an input that cannot be used; as after a signal where the user interrupts (130), SIGTERM ends a training (143)
-        or whoever reads stdout has gone (141). A broken pipe of somebody else's is an error as any other.
+        The exit status: 0; 1 where a command says no (`verify`) or fails in the middle (`train`); 2 for a command
+        line or an input that cannot be used; as after a signal where the user interrupts (130), SIGTERM ends a
+        training (143) or whoever reads stdout has gone (141). A broken pipe of somebody else's is an error as any
+        other.
     """
     try:
         status = _run(argv)
