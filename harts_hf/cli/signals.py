@@ -16,8 +16,9 @@ def sigterm_interrupts() -> Iterator[None]:
     """SIGTERM raises :class:`Terminated` in the main thread while the block runs; then it does what it did before.
 
     Only the first does: Slurm signals a launcher and its workers, and the launcher its workers once more, which must
-    not end what the first has begun. (SIGKILL is for those that do not end.) Where SIGTERM is ignored it stays so, and
-    outside the main thread, where Python sets no handlers, nothing is changed.
+    not end what the first has begun. So after a first one SIGTERM stays ignored while the process ends (SIGKILL is for
+    those that do not). Where SIGTERM is ignored it stays so, and outside the main thread, where Python sets no
+    handlers, nothing is changed.
     """
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
@@ -35,4 +36,5 @@ def sigterm_interrupts() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        # Ignored, not handled: Python takes its handlers away while it shuts down, and the status has to stay 143.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if came else before)

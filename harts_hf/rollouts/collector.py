@@ -7,7 +7,7 @@ import numpy as np
 
 from harts_hf.rollouts.engines.opening import open_engine
 from harts_hf.rollouts.environment import EnvironmentFactory
-from harts_hf.rollouts.forks import ForkPolicy, NoForks, TurnForks
+from harts_hf.rollouts.forks import ForkPolicy, NoForks, TurnForks, check_policy
 from harts_hf.rollouts.salvage import rollout_row, saved_on_failure
 from harts_hf.rollouts.sampled import SampledRollout
 from harts_hf.rollouts.sampler import TreeSampler, TurnLimits
@@ -157,6 +157,7 @@ def _fork_policy(
             "expected either branching (and fork_turns) or fork_policy, got "
             f"branching={branching}, fork_turns={fork_turns} and fork_policy={policy}"
         )
+    check_policy(policy)
     return policy
 
 

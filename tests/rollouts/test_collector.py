@@ -158,6 +158,12 @@ def test_evaluation_samples_independent_conversations(make_trainer):
     assert [rollout.path for rollout in collect.last_rollouts] == [(0,), (1,), (2,)] * 2
 
 
+def test_a_fork_policy_is_an_object():
+    """The name that a recipe has for one is refused, and it is said what was expected."""
+    with pytest.raises(ValueError, match=r"expected fork_policy to be .* got the text 'entropy'"):
+        TreeRolloutCollector(ShelfEnvironment, fork_policy="entropy", max_turns=3, max_turn_tokens=2)
+
+
 def test_another_fork_policy(make_trainer):
     """Instead of branching, any policy; not both, and not neither."""
     collect = TreeRolloutCollector(ShelfEnvironment, fork_policy=NoForks(), max_turns=3, max_turn_tokens=2)
