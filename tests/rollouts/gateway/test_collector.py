@@ -55,7 +55,7 @@ def answer(request, choice):
 def trainer(monkeypatch, tmp_path):
     """What a collector uses of a trainer, and an engine in place of the trainer's own."""
     trainer = SimpleNamespace(
-        args=SimpleNamespace(seed=3, num_generations=4, max_completion_length=500, output_dir=str(tmp_path)),
+        args=SimpleNamespace(seed=3, num_generations=2, max_completion_length=500, output_dir=str(tmp_path)),
         state=SimpleNamespace(global_step=0),
         accelerator=SimpleNamespace(process_index=0, num_processes=1),
         model=SimpleNamespace(training=True),
@@ -100,7 +100,7 @@ def test_rows_and_rewards(trainer, collect):
     assert out["episode"] == [index for index in range(6) for _ in range(2)]
     assert all(len(out[name]) == 12 for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask"))
     check_rollouts(out, 6)
-    assert out["num_turns"] == [2] * 6 and out["tree"] == [0, 0, 1, 1, 1, 1]
+    assert out["num_turns"] == [2] * 6 and out["tree"] == [0, 0, 1, 1, 2, 2]
     assert out["agent_reward"] == [episode.result for episode in collector.last_episodes]
     assert agent_reward(prompts=PROMPTS, agent_reward=out["agent_reward"]) == out["agent_reward"]
     for episode, prompt in zip(collector.last_episodes, PROMPTS, strict=True):
@@ -110,7 +110,7 @@ def test_rows_and_rewards(trainer, collect):
             "user",
             "assistant",
         ]
-    assert [sample.tree for sample in collector.last_rollouts] == [0] * 4 + [1] * 8
+    assert [sample.tree for sample in collector.last_rollouts] == [0] * 4 + [1] * 4 + [2] * 4
     metrics = trainer._metrics["train"]
     assert metrics["agent/turns"] == [2.0] and metrics["agent/histories/forked"] == [6.0]
     assert collector.last_sampling_tokens == trainer.engines[0].num_read_tokens > 0
@@ -144,16 +144,58 @@ def test_the_episodes_of_a_group_share_the_tasks_seed_and_no_other(trainer, coll
     """The task is drawn alike, the turns are not."""
     out = collect(two_turns)(PROMPTS, trainer)
     prompts = [TOKENIZER.decode(ids) for ids in out["prompt_ids"][::2]]
-    assert len(set(prompts[:2])) == len(set(prompts[2:])) == 1 and prompts[0] != prompts[2]
+    pairs = [prompts[start : start + 2] for start in (0, 2, 4)]
+    assert all(first == second for first, second in pairs) and len(set(prompts)) == 3
     seeds = [request.seed for request in trainer.engines[0].requests]
     assert len(set(seeds)) == len(seeds) == 12
 
 
 def test_groups_are_equal_prompts_in_a_row():
     """A process's share may begin within a group; two groups of one prompt are two."""
-    assert group_prompts(["a", "a", "b", "b", "b", "b"], 4) == [0, 0, 1, 1, 1, 1]
-    assert group_prompts(["a", "a", "a", "a"], 2) == [0, 0, 1, 1]
-    assert group_prompts([{"x": 1}], 2) == [0]
+    assert group_prompts(["a", "a", "b", "b", "b", "b"], 4, first=6) == [1, 1, 2, 2, 2, 2]
+    assert group_prompts(["a"] * 6, 4, first=6) == [1, 1, 2, 2, 2, 2]
+    assert group_prompts(["a", "a", "a", "a"], 2, first=0) == [0, 0, 1, 1]
+    assert group_prompts([{"x": 1}], 2, first=0) == [0]
+    with pytest.raises(ValueError, match="expected groups of 2 equal prompts over all processes, got another prompt"):
+        group_prompts(["a", "b"], 2, first=4)
+
+
+def test_a_group_over_several_processes_has_one_task(trainer, collect):
+    """Three processes of four prompts, groups of six: task seeds as in one process of twelve; turns differ."""
+    trainer.args.num_generations = 6
+    seen = []
+
+    def agent(task, *, base_url, api_key, seed):
+        seen.append(seed)
+        return one_turn(task, base_url=base_url, api_key=api_key)
+
+    def seeds(rank, num_processes):
+        seen.clear()
+        trainer.accelerator.process_index, trainer.accelerator.num_processes = rank, num_processes
+        share = (["hello"] * 12)[rank * 12 // num_processes : (rank + 1) * 12 // num_processes]
+        out = collect(agent, max_concurrent=1)(share, trainer)
+        return list(seen), out["tree"], [request.seed for request in trainer.engines[-1].requests]
+
+    whole, _, _ = seeds(0, 1)
+    shares = [seeds(rank, 3) for rank in range(3)]
+    assert [seed for tasks, _, _ in shares for seed in tasks] == whole == [whole[0]] * 6 + [whole[-1]] * 6
+    assert whole[0] != whole[-1]
+    assert [trees for _, trees, _ in shares] == [[0] * 4, [0, 0, 1, 1], [0] * 4]
+    assert len({seed for _, _, requests in shares for seed in requests}) == 12
+
+
+def test_an_evaluation_does_not_change_the_training(trainer, collect):
+    """Its calls are counted by themselves."""
+    collector = collect(two_turns)
+    expected = [rows_of(collector(PROMPTS, trainer)) for _ in range(2)]
+    collector = collect(two_turns)
+    found = []
+    for _ in range(2):
+        found.append(rows_of(collector(PROMPTS, trainer)))
+        trainer.model.training = False
+        assert rows_of(collector(PROMPTS, trainer)) not in expected
+        trainer.model.training = True
+    assert found == expected
 
 
 def test_the_reward_may_be_a_function(trainer, collect):
@@ -285,7 +327,7 @@ def test_what_was_sampled_before_a_failure_lies_on_disk(trainer, collect, tmp_pa
     (path,) = (tmp_path / "salvaged").iterdir()
     assert str(path) in error.value.__notes__[0]
     rollouts = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(rollouts) == 12 and {rollout["group"] for rollout in rollouts} == {0, 1}
+    assert len(rollouts) == 12 and {rollout["group"] for rollout in rollouts} == {0, 1, 2}
     assert all(len(one["token_ids"]) == len(one["loss_mask"]) == len(one["old_logprobs"]) for one in rollouts)
     assert all("reward" in one for one in rollouts)
 
