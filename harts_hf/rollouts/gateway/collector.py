@@ -138,7 +138,8 @@ class AgentRolloutCollector:
         Returns:
             For each sample ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask`` and ``episode`` (the index
             of its prompt); for each prompt ``agent_reward`` (float or None), ``num_turns`` and ``tree`` (ints). An
-            episode that is left out has no sample.
+            episode that is left out has no sample. ``exact_env_mask`` is True: the masks are of draws, so samples of
+            an episode need not be compared for tokens that recur.
 
         Raises:
             AgentError: every agent failed; where there are several processes, every one of this process and in two
@@ -262,6 +263,7 @@ class AgentRolloutCollector:
                 key: [getattr(row, key) for _, row in trained]
                 for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask")
             },
+            "exact_env_mask": True,
             "episode": [index for index, _ in trained],
             "agent_reward": [episode.reward for episode in episodes],
             "num_turns": [episode.num_turns for episode in episodes],

@@ -99,6 +99,7 @@ def test_rows_and_rewards(trainer, collect):
     out = collector(PROMPTS, trainer)
     assert out["episode"] == [index for index in range(6) for _ in range(2)]
     assert all(len(out[name]) == 12 for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask"))
+    assert out["exact_env_mask"] is True
     check_rollouts(out, 6)
     assert out["num_turns"] == [2] * 6 and out["tree"] == [0, 0, 1, 1, 2, 2]
     assert out["agent_reward"] == [episode.result for episode in collector.last_episodes]
