@@ -13,10 +13,17 @@ _CHUNK = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A call of a tool: its name, and its arguments as JSON text (or what the policy wrote in their place)."""
+    """A call of a tool: its name, and its arguments as JSON text (or what the policy wrote in their place).
+
+    Characters that UTF-8 lacks become "?", in messages too: a policy may write half of a surrogate pair.
+    """
 
     name: str
     arguments: str
+
+    def __post_init__(self) -> None:
+        for key in ("name", "arguments"):
+            object.__setattr__(self, key, _in_utf8(getattr(self, key)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +40,19 @@ class AssistantMessage:
     reasoning_content: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "content", _in_utf8(self.content))
+        if self.reasoning_content is not None:
+            object.__setattr__(self, "reasoning_content", _in_utf8(self.reasoning_content))
+
     def without_format(self) -> tuple[Any, ...]:
         """The message less what its format may change: runs of white space, and the way arguments are written."""
         calls = tuple((call.name, _canonical(call.arguments)) for call in self.tool_calls)
         return _collapsed(self.content), _collapsed(self.reasoning_content or ""), calls
+
+
+def _in_utf8(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
 
 
 def _collapsed(text: str) -> str:

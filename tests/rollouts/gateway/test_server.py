@@ -12,7 +12,8 @@ import pytest
 from support.agents import WEATHER, ScriptedEngine, chat_tokenizer, odd_tokens, running
 
 from harts_hf.rollouts.engines import EngineError
-from harts_hf.rollouts.gateway import EngineTurns, Gateway, LengthLimits, TrlFormat
+from harts_hf.rollouts.gateway import EngineTurns, Gateway, LengthLimits, TrlFormat, formats
+from harts_hf.rollouts.gateway.requests import read_request
 from harts_hf.rollouts.gateway.server import MAX_BODY_BYTES
 
 TOKENIZER = chat_tokenizer()
@@ -144,6 +145,59 @@ def test_a_stream_says_what_a_whole_answer_says(serve):
         assert calls[0] == calls[1]
     assert whole.usage.total_tokens == streamed.usage.total_tokens
     assert len(session.recording.rows()) == 2
+
+
+def _call(value):
+    return (
+        f"x\n</think>\n\n<tool_call>\n<function=weather>\n<parameter=city>\n{value}\n</parameter>\n"
+        "</function>\n</tool_call><|im_end|>"
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    "text",
+    [_call('{"a": "\\ud800"}'), _call('["\\udc00 x"]'), _call("[" * 3000), _call('{"a":' * 3000)],
+    ids=["half-pair", "half-pair-in-list", "deep-list", "deep-object"],
+)
+def test_whatever_the_policy_writes_is_a_message(gateway, serve, text, stream):
+    """Halves of surrogate pairs, arguments nested too deeply: an answer, no end of the run; and the agent goes on."""
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}}}}}
+    _, open_session = serve(text, max_turn_tokens=20_000, max_positions=90_000, max_completion_tokens=60_000)
+    session = open_session()
+    fields = {"tools": [tool]}
+    if stream:
+        assert list(ask(session, stream=True, **fields))[-1].choices[0].finish_reason in ("stop", "tool_calls")
+    else:
+        message = ask(session, **fields).choices[0].message.to_dict()
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in message.get("tool_calls") or ()
+        ]
+        ask(session, [*USER, message, *(results or USER)], **fields)
+    assert gateway.error is None
+
+
+def test_a_parser_that_fails_leaves_text(monkeypatch):
+    """Of any exception."""
+
+    def fail(*_, **__):
+        raise RecursionError
+
+    monkeypatch.setattr(formats, "parse_response", fail)
+    asked = read_request(json.dumps({"messages": USER}).encode())
+    ids = TOKENIZER(PLAIN, add_special_tokens=False)["input_ids"]
+    chat_format = TrlFormat(TOKENIZER)
+    assert "hello world" in chat_format.parse(ids, asked, history=chat_format.render(asked)).content
+
+
+def test_arguments_that_utf_8_lacks_are_refused(gateway, serve):
+    """Escaped once more, so the body itself is fine."""
+    _, open_session = serve()
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "\\ud800"}'}}
+    messages = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}, *USER]
+    with pytest.raises(openai.BadRequestError, match="expected characters that UTF-8 has"):
+        ask(open_session(), messages)
+    assert gateway.error is None
 
 
 def test_several_choices_fork(serve):
