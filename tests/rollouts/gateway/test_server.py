@@ -379,6 +379,37 @@ def test_an_episode_that_is_closed_refuses_what_is_in_flight(serve):
     assert session.recording.num_turns == 0
 
 
+@pytest.mark.parametrize("method", ["render", "parse"])
+def test_closing_does_not_wait_for_a_format_that_hangs(gateway, serve, monkeypatch, method):
+    """A vLLM server renders and parses over HTTP, which may take minutes; other episodes go on meanwhile."""
+    _, open_session = serve()
+    session, other = open_session(), open_session()
+    hangs, goes_on = threading.Event(), threading.Event()
+    usual = getattr(TrlFormat, method)
+
+    def hang(self, *arguments, **named):
+        if threading.current_thread() is not threading.main_thread() and not hangs.is_set():
+            hangs.set()
+            goes_on.wait(20)
+            raise EngineError("expected an answer, got none")
+        return usual(self, *arguments, **named)
+
+    monkeypatch.setattr(TrlFormat, method, hang)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, session)
+        assert hangs.wait(10)
+        try:
+            started = time.monotonic()
+            ask(other)
+            session.close()
+            assert session.recording.rows() == [] and time.monotonic() - started < 5
+        finally:
+            goes_on.set()
+        with pytest.raises(openai.PermissionDeniedError, match="one that is over"):
+            asked.result(10)
+    assert gateway.error is None and len(other.recording.rows()) == 1
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_an_engine_that_fails_is_told_to_whoever_runs_it(gateway, serve, stream):
     """The agent learns that there was an error, and no more of it."""
