@@ -73,7 +73,7 @@ class Agent(ABC):
             stopped: set when nobody waits any more.
 
         Returns:
-            What it says of the episode: a number is its reward.
+            What it says of the episode: a number (whatever has ``__float__``) is its reward.
 
         Raises:
             AgentFailure: it was given up, or says that it failed. (Any other exception counts as a failure too.)
@@ -181,8 +181,12 @@ def checked_reward(value: Any) -> float | None:
         return None
     try:
         reward = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # of tensors and others that turn themselves into numbers
         reward = math.nan
     if not math.isfinite(reward):
-        raise AgentFailure("reward", f"expected a finite number or None as reward, got {shortened(value)}")
+        try:
+            got = shortened(value)
+        except Exception:  # of integers with thousands of digits
+            got = type(value).__name__
+        raise AgentFailure("reward", f"expected a finite number or None as reward, got {got}")
     return reward

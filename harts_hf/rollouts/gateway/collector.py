@@ -122,6 +122,7 @@ class AgentRolloutCollector:
         # By mode (training or not): the trainer's step, and the calls during it.
         self._calls: dict[bool, tuple[int, int]] = {}
         self._num_failed_calls = 0  # in a row
+        self._has_said_without_reward = False
         self.last_episodes: list[AgentEpisode] = []
         self.last_rollouts: list[AgentSample] = []
         self.last_metrics: dict[str, float] = {}
@@ -219,11 +220,33 @@ class AgentRolloutCollector:
         for job, tree, outcome in zip(jobs, trees, runs.outcomes, strict=True):
             assert outcome is not None
             played.append(self._scored(episode_of(job, tree, outcome)))
-        self.last_metrics = metrics_of(sessions, played)
-        without = [episode.failure for episode in played if episode.failure and episode.failure.kind == "reward"]
-        if without:
-            logger.warning("%d episodes have no reward: %s", len(without), without[0])
+        # An agent's failures are logged when they happen.
+        wrong = [
+            episode.failure
+            for episode, outcome in zip(played, runs.outcomes, strict=True)
+            if episode.failure is not None and outcome is not None and outcome.failure is None
+        ]
+        if wrong:
+            logger.warning("%d episodes have no reward: %s", len(wrong), wrong[0])
+        without = float(self._without_reward(played))
+        self.last_metrics = {**metrics_of(sessions, played), "agent/without_reward": without}
         return played
+
+    def _without_reward(self, episodes: list[AgentEpisode]) -> int:
+        """Agents that ended well, but say no reward where nobody else says one."""
+        if self._reward is not None:
+            return 0
+        without = [episode for episode in episodes if episode.failure is None and episode.reward is None]
+        if without and not self._has_said_without_reward:
+            self._has_said_without_reward = True
+            logger.warning(
+                "expected agents to return a number as reward, got %s from %d of %d: their episodes have none, unless "
+                "another reward function gives one (agent/without_reward counts them)",
+                type(without[0].result).__name__,
+                len(without),
+                len(episodes),
+            )
+        return len(without)
 
     def _scored(self, episode: AgentEpisode) -> AgentEpisode:
         failure = episode.failure

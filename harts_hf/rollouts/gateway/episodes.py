@@ -1,6 +1,5 @@
 """What came of the episodes of a collection."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from harts_hf.rollouts.gateway.agents import AgentFailure, FailureKind
+from harts_hf.rollouts.gateway.agents import AgentFailure, FailureKind, checked_reward
 from harts_hf.rollouts.gateway.recording import EpisodeRow
 from harts_hf.rollouts.gateway.runs import AgentJob, AgentOutcome
 from harts_hf.rollouts.gateway.sessions import Session
@@ -68,16 +67,25 @@ def episode_of(job: AgentJob, tree: int, outcome: AgentOutcome) -> AgentEpisode:
     )
 
 
-def as_reward(result: Any) -> Any:
-    """What an agent returned, if it is a reward; agents may return what they like for other reward functions."""
-    return result if isinstance(result, int | float) else None
+def as_reward(result: Any) -> float | None:
+    """What an agent returned, if it is a reward; agents may return what they like for other reward functions.
+
+    NumPy's numbers and tensors of one element are rewards too.
+
+    Raises:
+        AgentFailure: a number that is no finite one; an array of several.
+    """
+    return checked_reward(result) if hasattr(result, "__float__") else None
 
 
 def file_rows(sessions: Sequence[Session], trees: Sequence[int]) -> list[dict[str, Any]]:
     """What was sampled so far, as rows of a rollout file."""
     rows = []
     for session, tree in zip(sessions, trees, strict=True):
-        reward = as_reward(session.result)
+        try:
+            reward = as_reward(session.result)
+        except AgentFailure:
+            reward = None
         for row in session.recording.rows():
             rows.append(
                 rollout_row(
@@ -86,7 +94,7 @@ def file_rows(sessions: Sequence[Session], trees: Sequence[int]) -> list[dict[st
                     row.completion_ids,
                     env_mask=row.env_mask,
                     logprobs=row.logprobs,
-                    reward=reward if reward is not None and math.isfinite(reward) else None,
+                    reward=reward,
                 )
             )
     return rows

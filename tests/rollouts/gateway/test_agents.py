@@ -1,6 +1,7 @@
 """Agents as functions and as commands, hostile ones among them: each costs its episode, none costs the run."""
 
 import asyncio
+import json
 import os
 import sys
 import threading
@@ -110,20 +111,21 @@ def test_a_function_that_raises_is_a_failure():
     assert "KEY" in str(failure) and "KEY" not in ACCESS.redacted(str(failure))
 
 
-def test_a_command_gets_its_task_and_its_endpoint():
+def test_a_command_gets_its_task_and_its_endpoint(tmp_path):
     """Task on standard input and in its arguments, endpoint in its environment; rank variables and GPUs are not."""
     code = (
         "names = ['OPENAI_BASE_URL', 'OPENAI_API_KEY', 'OPENAI_MODEL', 'HARTS_TASK_SEED', 'CUDA_VISIBLE_DEVICES', "
         "'RANK', 'MORE', 'no_proxy']\n"
         "print('noise')\n"
         "seen = [json.loads(sys.stdin.readline()), sys.argv[1], *[os.environ.get(name) for name in names]]\n"
-        "print(json.dumps({'reward': seen}))"
+        "print(json.dumps(seen), file=open(os.environ['SEEN'], 'w'))"
     )
     os.environ["RANK"] = "3"
     try:
-        seen = play(python(code, env={"MORE": "x"}), task="lamp wanted")
+        play(python(code, env={"MORE": "x", "SEEN": str(tmp_path / "seen")}), task="lamp wanted")
     finally:
         del os.environ["RANK"]
+    seen = json.loads((tmp_path / "seen").read_text())
     endpoint = [ACCESS.base_url, "KEY", "policy", "7"]
     assert seen[:9] == ["lamp wanted", "lamp wanted", *endpoint, "", None, "x"] and "127.0.0.1" in seen[9]
     assert play(python("print(json.dumps({'reward': json.loads(sys.stdin.readline())['a']}))"), task={"a": 2}) == 2
@@ -137,6 +139,15 @@ def test_a_command_gets_its_task_and_its_endpoint():
 def test_the_last_line_of_output_may_say_a_reward(code, reward):
     """Anything else says none."""
     assert play(python(code)) == reward
+
+
+@pytest.mark.parametrize(
+    "reward", ['"1.0"', "[1]", "NaN", "1e999", "9" * 400], ids=["text", "list", "nan", "inf", "huge"]
+)
+def test_a_commands_reward_that_is_no_number_is_a_failure(reward):
+    """Not silently none."""
+    failure = failure_of(python(f"print('{{\"reward\": {reward}}}')"))
+    assert failure.kind == "reward" and "expected a finite number or None as reward" in str(failure)
 
 
 def test_the_exit_status_may_be_the_reward():
@@ -204,5 +215,5 @@ def test_a_command_ends_when_nobody_waits_any_more():
 
 def test_commands_have_a_session_of_their_own():
     """A terminal's Ctrl-C reaches the trainer, which ends them; they are no copies of it."""
-    seen = play(python("print(json.dumps({'reward': [os.getpgid(0), os.getpid(), os.getsid(0)]}))"))
-    assert len(set(seen)) == 1 and seen[0] != os.getpgid(0)
+    code = "print(json.dumps({'reward': os.getpgid(0) if os.getpgid(0) == os.getpid() == os.getsid(0) else -1}))"
+    assert play(python(code)) not in (-1, os.getpgid(0))

@@ -7,10 +7,13 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy as np
 import openai
 import pytest
+import torch
 from support.agents import ScriptedEngine, chat_tokenizer, odd_tokens
 
 from harts_hf.rollouts.checks import check_rollouts
@@ -209,6 +212,50 @@ def test_the_reward_may_be_a_function(trainer, collect):
     collector = collect(agent, reward=lambda episode: len(episode.result["notes"]) + episode.num_turns)
     assert collector(PROMPTS, trainer)["agent_reward"] == [6.0] * 6
     assert collect(agent)(PROMPTS, trainer)["agent_reward"] == [None] * 6
+
+
+@pytest.mark.parametrize("made", [np.float32, np.int64, torch.tensor, Fraction, bool])
+def test_whatever_becomes_a_number_is_a_reward(trainer, collect, made):
+    """NumPy's and torch's numbers among them."""
+
+    def agent(task, *, base_url, api_key):
+        one_turn(task, base_url=base_url, api_key=api_key)
+        return made(1)
+
+    assert collect(agent)(PROMPTS, trainer)["agent_reward"] == [1.0] * 6
+
+
+def test_agents_without_a_reward_are_counted_and_logged_once(trainer, collect, caplog):
+    """A text is none, an array of several numbers is a failure."""
+
+    def agent(task, *, base_url, api_key):
+        one_turn(task, base_url=base_url, api_key=api_key)
+        return "1.0" if task == "hello" else torch.ones(2)
+
+    collector = collect(agent)
+    for _ in range(2):
+        assert collector(PROMPTS, trainer)["agent_reward"] == [None] * 6
+        assert collector.last_metrics["agent/without_reward"] == 2
+        assert collector.last_metrics["agent/failed/reward"] == 4
+    assert caplog.text.count("expected agents to return a number as reward, got str from 2 of 6") == 1
+    assert caplog.text.count("4 episodes have no reward") == 2
+
+
+def test_a_reward_that_no_float_holds_does_not_cost_the_salvage(trainer, collect, tmp_path):
+    """The rows are written without it."""
+
+    def agent(task, *, base_url, api_key):
+        one_turn(task, base_url=base_url, api_key=api_key)
+        return 10**5000
+
+    def broken(episode):
+        raise KeyError("judge")
+
+    with pytest.raises(KeyError):
+        collect(agent, reward=broken)(PROMPTS, trainer)
+    (path,) = (tmp_path / "salvaged").iterdir()
+    rollouts = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rollouts) == 6 and not any("reward" in rollout for rollout in rollouts)
 
 
 def sometimes(how):
