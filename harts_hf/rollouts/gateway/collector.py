@@ -143,7 +143,7 @@ class AgentRolloutCollector:
             an episode need not be compared for tokens that recur.
 
         Raises:
-            AgentError: every agent failed; where there are several processes, every one of this process and in two
+            AgentError: every agent failed (with ``failure_reward``: before it sampled anything); where there are several processes, every one of this process and in two
                 calls in a row.
             EngineError: the engine did.
             ValueError: prompts of a group that differ, a trainer whose settings contradict one another, a tokenizer
@@ -294,7 +294,12 @@ class AgentRolloutCollector:
         }
 
     def _check_failures(self, episodes: list[AgentEpisode], trainer: Any) -> None:
-        failures = [episode.failure for episode in episodes if episode.failure is not None]
+        # A failure that has a reward and samples is trained: the policy may learn to avoid it.
+        failures = [
+            episode.failure
+            for episode in episodes
+            if episode.failure is not None and (episode.reward is None or not episode.rows)
+        ]
         self._num_failed_calls = self._num_failed_calls + 1 if len(failures) == len(episodes) else 0
         # Of several processes one may have few episodes, and bad luck with all of them.
         if self._num_failed_calls < (1 if trainer.accelerator.num_processes == 1 else 2):

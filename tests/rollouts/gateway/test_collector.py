@@ -324,6 +324,23 @@ def test_when_every_agent_fails_the_run_ends(trainer, collect):
         collect(agent)(PROMPTS, trainer)
 
 
+def test_failures_that_are_trained_do_not_end_the_run(trainer, collect):
+    """A policy that always loops is to learn from it; agents that never ask are a fault of the set-up."""
+
+    def loops(task, *, base_url, api_key):
+        one_turn(task, base_url=base_url, api_key=api_key)
+        raise KeyError("tool")
+
+    out = collect(loops, failure_reward=-1.0)(PROMPTS, trainer)
+    assert out["agent_reward"] == [-1.0] * 6 and out["episode"] == list(range(6))
+
+    def never_asks(task, *, base_url, api_key):
+        raise KeyError("tool")
+
+    with pytest.raises(AgentError, match="got 6 failures"):
+        collect(never_asks, failure_reward=-1.0)(PROMPTS, trainer)
+
+
 def test_of_several_processes_one_may_have_bad_luck(trainer, collect):
     """A call without a sample is one of empty episodes; the second in a row ends the run."""
     trainer.accelerator.num_processes = 4
