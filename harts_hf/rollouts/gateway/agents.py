@@ -1,6 +1,7 @@
 """Agents: what plays an episode; those that are functions in this process."""
 
 import asyncio
+import functools
 import inspect
 import math
 import threading
@@ -111,7 +112,8 @@ class FunctionAgent(Agent):
         function: the agent.
 
     Raises:
-        ValueError: it takes neither ``base_url`` nor ``api_key``, or arguments that nobody gives it.
+        ValueError: it takes neither ``base_url`` nor ``api_key``, or arguments that nobody gives it; a partial that
+            gives arguments that its function does not take.
     """
 
     grace = 2 * _CANCEL_SECONDS
@@ -119,6 +121,7 @@ class FunctionAgent(Agent):
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         known = ("base_url", "api_key", "model", "seed")
+        _check_partial(function)
         try:
             parameters = list(inspect.signature(function).parameters.values())[1:]
         except (TypeError, ValueError):  # of a callable without a signature
@@ -149,6 +152,23 @@ class FunctionAgent(Agent):
             raise AgentFailure("timeout", f"not done after {timeout:g} s") from None
         except Exception as error:
             raise AgentFailure("raised", last_lines(traceback.format_exc())) from error
+
+
+def _check_partial(function: Callable[..., Any]) -> None:
+    """``agent_kwargs`` come as a partial, which takes whatever it is given until it is called."""
+    if not isinstance(function, functools.partial):
+        return
+    try:
+        signature = inspect.signature(function.func)
+    except (TypeError, ValueError):  # of a callable without a signature
+        return
+    # The task is given by its place, so it is no keyword.
+    try:
+        signature.bind_partial(*function.args, "task", **function.keywords)
+    except TypeError as error:
+        name = getattr(function.func, "__name__", type(function.func).__name__)
+        given = ", ".join(function.keywords) or "none"
+        raise ValueError(f"expected arguments that {name} takes beside its task, got {given}: {error}") from error
 
 
 class _TimeOut(BaseException):

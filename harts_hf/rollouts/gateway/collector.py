@@ -143,8 +143,8 @@ class AgentRolloutCollector:
             an episode need not be compared for tokens that recur.
 
         Raises:
-            AgentError: every agent failed (with ``failure_reward``: before it sampled anything); where there are several processes, every one of this process and in two
-                calls in a row.
+            AgentError: every agent failed (with ``failure_reward``: before it sampled anything); where there are
+                several processes, every one of this process and in two calls in a row.
             EngineError: the engine did.
             ValueError: prompts of a group that differ, a trainer whose settings contradict one another, a tokenizer
                 without a known chat format.

@@ -1,6 +1,7 @@
 """Agents as functions and as commands, hostile ones among them: each costs its episode, none costs the run."""
 
 import asyncio
+import functools
 import json
 import os
 import sys
@@ -9,7 +10,14 @@ import time
 
 import pytest
 
-from harts_hf.rollouts.gateway import AgentAccess, AgentFailure, CommandAgent, FunctionAgent
+from harts_hf.rollouts.gateway import (
+    AgentAccess,
+    AgentFailure,
+    AssistantMessage,
+    CommandAgent,
+    FunctionAgent,
+    ToolCall,
+)
 from harts_hf.rollouts.gateway.commands import as_agent
 
 ACCESS = AgentAccess(base_url="http://127.0.0.1:1/episodes/KEY/v1", api_key="KEY", model="policy", seed=7)
@@ -66,6 +74,35 @@ def test_functions_that_cannot_be_called_are_refused(function):
     """When the collector is made, not when the first episode fails."""
     with pytest.raises(ValueError, match="expected an agent that takes a task, base_url and any of"):
         FunctionAgent(function)
+
+
+def test_arguments_that_a_function_does_not_take_are_refused():
+    """As ``agent_kwargs`` gives them: when the collector is made, by name."""
+
+    def agent(task, *, base_url, mood="calm"):
+        return task, mood
+
+    assert play(FunctionAgent(functools.partial(agent, mood="odd"))) == ("lamp", "odd")
+    for wrong in ("moods", "task"):
+        with pytest.raises(ValueError, match=f"expected arguments that agent takes beside its task, got {wrong}"):
+            FunctionAgent(functools.partial(agent, **{wrong: "odd"}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"content": None}, "expected content of an AssistantMessage to be a text, got None"),
+        ({"reasoning_content": 1}, "expected reasoning_content of an AssistantMessage to be a text, got 1"),
+        ({"tool_calls": ({"name": "look"},)}, "expected tool_calls of an AssistantMessage to be ToolCalls"),
+        ({"tool_calls": None}, "expected tool_calls of an AssistantMessage to be ToolCalls, got None"),
+    ],
+)
+def test_messages_are_checked(fields, message):
+    """A chat format of one's own is told what is wrong with its messages."""
+    with pytest.raises(ValueError, match=message):
+        AssistantMessage(**fields)
+    with pytest.raises(ValueError, match="expected arguments of a ToolCall to be a text"):
+        ToolCall(name="look", arguments={})
 
 
 def test_what_an_agent_may_be():
