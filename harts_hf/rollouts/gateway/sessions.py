@@ -107,10 +107,11 @@ class Session:
             self.answers = answers
 
     def abandon(self, pending: PendingTurns) -> None:
-        """Forgets turns whose client has gone."""
+        """Forgets turns whose client has gone; they are none of ``max_turns``."""
         pending.sampled.cancel()
         with self._state:
             self._pending.discard(pending.sampled)
+            self._num_turns -= pending.request.count
             self.counts["disconnected"] += 1
 
     def close(self) -> None:

@@ -308,6 +308,25 @@ def test_a_failure_costs_its_episode(trainer, collect, caplog, how):
     assert "/episodes/" not in caplog.text.replace("/episodes/***", "")
 
 
+def test_the_first_failure_of_each_kind_is_logged(trainer, collect, caplog):
+    """A rare kind is seen beside a frequent one."""
+    lock, number = threading.Lock(), iter(range(6))
+
+    def agent(task, *, base_url, api_key):
+        with lock:
+            index = next(number)
+        if index == 4:
+            return 1.0  # without a turn
+        one_turn(task, base_url=base_url, api_key=api_key)
+        if index < 4:
+            raise KeyError("tool")
+        return 1.0
+
+    collect(agent, max_concurrent=1)(PROMPTS, trainer)
+    assert [caplog.text.count(f"failed ({kind})") for kind in ("raised", "no_request")] == [1, 1]
+    assert caplog.text.count("further failures of the same kinds are counted") == 1
+
+
 def test_failures_may_have_a_reward(trainer, collect):
     """Then they are trained, with what they sampled."""
     out = collect(sometimes("raises"), failure_reward=-1.0, max_concurrent=1)(PROMPTS, trainer)

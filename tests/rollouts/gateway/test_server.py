@@ -344,8 +344,8 @@ def test_a_client_that_sends_half_a_request_and_goes(gateway, serve):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_disconnects_mid_turn_leaves_nothing(gateway, serve, stream):
-    """The request is cancelled, and the turn is not recorded."""
-    engine, open_session = serve()
+    """The request is cancelled, the turn is not recorded and is none of ``max_turns``."""
+    engine, open_session = serve(max_turns=1)
     session = open_session()
     engine.hold.set()
     with pytest.raises(openai.APITimeoutError):
