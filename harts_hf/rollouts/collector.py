@@ -137,7 +137,7 @@ class TreeRolloutCollector:
         last_step, call = self._calls[is_training]
         call = call + 1 if last_step == step else 0
         self._calls[is_training] = step, call
-        entropy = (trainer.args.seed, step, call, trainer.accelerator.process_index, int(not is_training))
+        entropy = (trainer.args.seed, step, call, trainer.accelerator.process_index, *([] if is_training else [1]))
         return np.random.SeedSequence(entropy).generate_state(count, np.uint32).tolist()
 
 

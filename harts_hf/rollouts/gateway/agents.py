@@ -1,6 +1,7 @@
 """Agents: what plays an episode; those that are functions in this process."""
 
 import asyncio
+import functools
 import inspect
 import math
 import threading
@@ -73,7 +74,7 @@ class Agent(ABC):
             stopped: set when nobody waits any more.
 
         Returns:
-            What it says of the episode: a number is its reward.
+            What it says of the episode: a number (whatever has ``__float__``) is its reward.
 
         Raises:
             AgentFailure: it was given up, or says that it failed. (Any other exception counts as a failure too.)
@@ -111,7 +112,8 @@ class FunctionAgent(Agent):
         function: the agent.
 
     Raises:
-        ValueError: it takes neither ``base_url`` nor ``api_key``, or arguments that nobody gives it.
+        ValueError: it takes neither ``base_url`` nor ``api_key``, or arguments that nobody gives it; a partial that
+            gives arguments that its function does not take.
     """
 
     grace = 2 * _CANCEL_SECONDS
@@ -119,6 +121,7 @@ class FunctionAgent(Agent):
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         known = ("base_url", "api_key", "model", "seed")
+        _check_partial(function)
         try:
             parameters = list(inspect.signature(function).parameters.values())[1:]
         except (TypeError, ValueError):  # of a callable without a signature
@@ -151,6 +154,23 @@ class FunctionAgent(Agent):
             raise AgentFailure("raised", last_lines(traceback.format_exc())) from error
 
 
+def _check_partial(function: Callable[..., Any]) -> None:
+    """``agent_kwargs`` come as a partial, which takes whatever it is given until it is called."""
+    if not isinstance(function, functools.partial):
+        return
+    try:
+        signature = inspect.signature(function.func)
+    except (TypeError, ValueError):  # of a callable without a signature
+        return
+    # The task is given by its place, so it is no keyword.
+    try:
+        signature.bind_partial(*function.args, "task", **function.keywords)
+    except TypeError as error:
+        name = getattr(function.func, "__name__", type(function.func).__name__)
+        given = ", ".join(function.keywords) or "none"
+        raise ValueError(f"expected arguments that {name} takes beside its task, got {given}: {error}") from error
+
+
 class _TimeOut(BaseException):
     """No ``Exception``: an agent that catches those does not catch its own end."""
 
@@ -181,8 +201,12 @@ def checked_reward(value: Any) -> float | None:
         return None
     try:
         reward = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # of tensors and others that turn themselves into numbers
         reward = math.nan
     if not math.isfinite(reward):
-        raise AgentFailure("reward", f"expected a finite number or None as reward, got {shortened(value)}")
+        try:
+            got = shortened(value)
+        except Exception:  # of integers with thousands of digits
+            got = type(value).__name__
+        raise AgentFailure("reward", f"expected a finite number or None as reward, got {got}")
     return reward

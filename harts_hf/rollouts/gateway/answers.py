@@ -7,16 +7,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from harts_hf.rollouts.fields import shortened
+
 # Texts are streamed in pieces of about so many characters.
 _CHUNK = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A call of a tool: its name, and its arguments as JSON text (or what the policy wrote in their place)."""
+    """A call of a tool: its name, and its arguments as JSON text (or what the policy wrote in their place).
+
+    Characters that UTF-8 lacks become "?", in messages too: a policy may write half of a surrogate pair.
+
+    Raises:
+        ValueError: one of them is no text.
+    """
 
     name: str
     arguments: str
+
+    def __post_init__(self) -> None:
+        for key in ("name", "arguments"):
+            object.__setattr__(self, key, _in_utf8(getattr(self, key), f"{key} of a ToolCall"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +39,35 @@ class AssistantMessage:
         content: text for whoever asked.
         reasoning_content: its thinking, or None.
         tool_calls: calls of tools.
+
+    Raises:
+        ValueError: texts that are none, calls that are no :class:`ToolCall`.
     """
 
     content: str = ""
     reasoning_content: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "content", _in_utf8(self.content, "content of an AssistantMessage"))
+        if self.reasoning_content is not None:
+            thinking = _in_utf8(self.reasoning_content, "reasoning_content of an AssistantMessage")
+            object.__setattr__(self, "reasoning_content", thinking)
+        calls = self.tool_calls
+        if not isinstance(calls, list | tuple) or not all(isinstance(call, ToolCall) for call in calls):
+            raise ValueError(f"expected tool_calls of an AssistantMessage to be ToolCalls, got {shortened(calls)}")
+        object.__setattr__(self, "tool_calls", tuple(calls))
+
     def without_format(self) -> tuple[Any, ...]:
         """The message less what its format may change: runs of white space, and the way arguments are written."""
         calls = tuple((call.name, _canonical(call.arguments)) for call in self.tool_calls)
         return _collapsed(self.content), _collapsed(self.reasoning_content or ""), calls
+
+
+def _in_utf8(text: Any, what: str) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"expected {what} to be a text, got {shortened(text)}")
+    return text.encode("utf-8", "replace").decode()
 
 
 def _collapsed(text: str) -> str:

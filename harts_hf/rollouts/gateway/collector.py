@@ -21,9 +21,9 @@ from harts_hf.rollouts.gateway.episodes import (
     file_rows,
     group_prompts,
     metrics_of,
-    places,
     request_seeds,
     seed_of,
+    task_seed,
 )
 from harts_hf.rollouts.gateway.formats import ChatFormat, TrlFormat
 from harts_hf.rollouts.gateway.runs import AgentJob, AgentRuns
@@ -119,8 +119,10 @@ class AgentRolloutCollector:
         self._gateway: Gateway | None = None
         self._gateway_lock = threading.Lock()
         self._format: tuple[Any, ChatFormat] | None = None  # of the tokenizer
-        self._calls: tuple[int, int] = (-1, 0)  # the trainer's step, and the calls during it
+        # By mode (training or not): the trainer's step, and the calls during it.
+        self._calls: dict[bool, tuple[int, int]] = {}
         self._num_failed_calls = 0  # in a row
+        self._has_said_without_reward = False
         self.last_episodes: list[AgentEpisode] = []
         self.last_rollouts: list[AgentSample] = []
         self.last_metrics: dict[str, float] = {}
@@ -130,30 +132,37 @@ class AgentRolloutCollector:
         """Has the agent play one episode for each prompt.
 
         Args:
-            prompts: this process's prompts, each repeated ``num_generations`` times in a row, as TRL passes them.
+            prompts: this process's prompts, each repeated ``num_generations`` times in a row, as TRL passes them; a
+                group may be split over processes. All processes are assumed to get the same number.
             trainer: the ``GRPOTrainer``; policy, tokenizer, sampling settings, limits and seed are its own.
 
         Returns:
             For each sample ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask`` and ``episode`` (the index
             of its prompt); for each prompt ``agent_reward`` (float or None), ``num_turns`` and ``tree`` (ints). An
-            episode that is left out has no sample.
+            episode that is left out has no sample. ``exact_env_mask`` is True: the masks are of draws, so samples of
+            an episode need not be compared for tokens that recur.
 
         Raises:
-            AgentError: every agent failed; where there are several processes, every one of this process and in two
-                calls in a row.
+            AgentError: every agent failed (with ``failure_reward``: before it sampled anything); where there are
+                several processes, every one of this process and in two calls in a row.
             EngineError: the engine did.
-            ValueError: a trainer whose settings contradict one another, a tokenizer without a known chat format.
+            ValueError: prompts of a group that differ, a trainer whose settings contradict one another, a tokenizer
+                without a known chat format.
 
         Whatever is raised once the agents run, what was sampled by then is written to ``salvaged`` in the trainer's
         output folder, as a rollout file that the exception names.
         """
-        seeds = self._seeds(trainer)
-        trees = group_prompts(prompts, _group_size(trainer))
-        with open_engine(trainer, seed=seed_of(seeds)) as engine:
+        rank, size = trainer.accelerator.process_index, _group_size(trainer)
+        groups = group_prompts(prompts, size, first=rank * len(prompts))
+        trees = [group - groups[0] for group in groups]
+        shared = self._seeds(trainer)
+        own = (*shared, rank)
+        with open_engine(trainer, seed=seed_of(own)) as engine:
             read_before = engine.num_read_tokens
-            sessions = self._open_sessions(trees, self._source(trainer, engine), seeds)
+            sessions = self._open_sessions(len(prompts), self._source(trainer, engine), own)
+            task_seeds = [task_seed(shared, group) for group in groups]
             with saved_on_failure(lambda: file_rows(sessions, trees), *_place_of_failures(trainer)):
-                self.last_episodes = self._play(prompts, trees, sessions, engine, seeds)
+                self.last_episodes = self._play(prompts, trees, sessions, engine, task_seeds)
                 self.last_sampling_tokens = engine.num_read_tokens - read_before
                 return self._rows(self.last_episodes, trainer)
 
@@ -167,15 +176,15 @@ class AgentRolloutCollector:
     def check(self, args: Any) -> None:
         """Nothing of a trainer's arguments contradicts agents: episodes may have any number of samples."""
 
-    def _open_sessions(self, trees: list[int], source: TurnSource, seeds: tuple[int, ...]) -> list[Session]:
+    def _open_sessions(self, number: int, source: TurnSource, seeds: tuple[int, ...]) -> list[Session]:
         gateway = self._open_gateway()
         return [
-            gateway.open(source, seed_of=request_seeds((*seeds, *place)), max_turns=self._max_turns)
-            for place in places(trees)
+            gateway.open(source, seed_of=request_seeds((*seeds, episode)), max_turns=self._max_turns)
+            for episode in range(number)
         ]
 
     def _play(
-        self, prompts: list[Any], trees: list[int], sessions: list[Session], engine: Engine, seeds: tuple[int, ...]
+        self, prompts: list[Any], trees: list[int], sessions: list[Session], engine: Engine, task_seeds: list[int]
     ) -> list[AgentEpisode]:
         gateway = self._open_gateway()
         gateway.watch(engine.wake)
@@ -187,10 +196,10 @@ class AgentRolloutCollector:
                     base_url=session.base_url,
                     api_key=session.key,
                     model=session.source.model,
-                    seed=seed_of((*seeds, tree)),
+                    seed=task_seed,
                 ),
             )
-            for prompt, tree, session in zip(prompts, trees, sessions, strict=True)
+            for prompt, task_seed, session in zip(prompts, task_seeds, sessions, strict=True)
         ]
         runs = AgentRuns(
             self.agent,
@@ -211,11 +220,33 @@ class AgentRolloutCollector:
         for job, tree, outcome in zip(jobs, trees, runs.outcomes, strict=True):
             assert outcome is not None
             played.append(self._scored(episode_of(job, tree, outcome)))
-        self.last_metrics = metrics_of(sessions, played)
-        without = [episode.failure for episode in played if episode.failure and episode.failure.kind == "reward"]
-        if without:
-            logger.warning("%d episodes have no reward: %s", len(without), without[0])
+        # An agent's failures are logged when they happen.
+        wrong = [
+            episode.failure
+            for episode, outcome in zip(played, runs.outcomes, strict=True)
+            if episode.failure is not None and outcome is not None and outcome.failure is None
+        ]
+        if wrong:
+            logger.warning("%d episodes have no reward: %s", len(wrong), wrong[0])
+        without = float(self._without_reward(played))
+        self.last_metrics = {**metrics_of(sessions, played), "agent/without_reward": without}
         return played
+
+    def _without_reward(self, episodes: list[AgentEpisode]) -> int:
+        """Agents that ended well, but say no reward where nobody else says one."""
+        if self._reward is not None:
+            return 0
+        without = [episode for episode in episodes if episode.failure is None and episode.reward is None]
+        if without and not self._has_said_without_reward:
+            self._has_said_without_reward = True
+            logger.warning(
+                "expected agents to return a number as reward, got %s from %d of %d: their episodes have none, unless "
+                "another reward function gives one (agent/without_reward counts them)",
+                type(without[0].result).__name__,
+                len(without),
+                len(episodes),
+            )
+        return len(without)
 
     def _scored(self, episode: AgentEpisode) -> AgentEpisode:
         failure = episode.failure
@@ -255,6 +286,7 @@ class AgentRolloutCollector:
                 key: [getattr(row, key) for _, row in trained]
                 for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask")
             },
+            "exact_env_mask": True,
             "episode": [index for index, _ in trained],
             "agent_reward": [episode.reward for episode in episodes],
             "num_turns": [episode.num_turns for episode in episodes],
@@ -262,7 +294,12 @@ class AgentRolloutCollector:
         }
 
     def _check_failures(self, episodes: list[AgentEpisode], trainer: Any) -> None:
-        failures = [episode.failure for episode in episodes if episode.failure is not None]
+        # A failure that has a reward and samples is trained: the policy may learn to avoid it.
+        failures = [
+            episode.failure
+            for episode in episodes
+            if episode.failure is not None and (episode.reward is None or not episode.rows)
+        ]
         self._num_failed_calls = self._num_failed_calls + 1 if len(failures) == len(episodes) else 0
         # Of several processes one may have few episodes, and bad luck with all of them.
         if self._num_failed_calls < (1 if trainer.accelerator.num_processes == 1 else 2):
@@ -307,10 +344,14 @@ class AgentRolloutCollector:
             return self._gateway
 
     def _seeds(self, trainer: Any) -> tuple[int, ...]:
-        """What all seeds of a call depend on: the trainer's seed, its step, the calls during it, and the rank."""
-        step = trainer.state.global_step
-        self._calls = (step, self._calls[1] + 1 if self._calls[0] == step else 0)
-        return (trainer.args.seed, step, self._calls[1], trainer.accelerator.process_index)
+        """What all seeds of a call depend on: the trainer's seed, its step, the mode, and the mode's calls during it.
+
+        An evaluation has calls of its own, so it does not change what is trained afterwards.
+        """
+        step, mode = trainer.state.global_step, bool(trainer.model.training)
+        before, calls = self._calls.get(mode, (-1, 0))
+        self._calls[mode] = step, calls + 1 if before == step else 0
+        return (trainer.args.seed, step, int(mode), self._calls[mode][1])
 
 
 def agent_reward(*, agent_reward: list[float | None], **_: Any) -> list[float | None]:

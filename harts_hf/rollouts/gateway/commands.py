@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harts_hf.rollouts.fields import shortened
-from harts_hf.rollouts.gateway.agents import Agent, AgentAccess, AgentFailure, FunctionAgent, last_lines
+from harts_hf.rollouts.gateway.agents import (
+    Agent,
+    AgentAccess,
+    AgentFailure,
+    FunctionAgent,
+    checked_reward,
+    last_lines,
+)
 
 # What an agent writes is kept up to so many bytes, from its end.
 _KEPT_BYTES = 64 * 1024
@@ -43,8 +50,8 @@ class CommandAgent(Agent):
         command: program and arguments.
         env: further environment variables; None takes one away.
         cwd: folder to run it in.
-        reward_from: "output": the last line of its standard output, if that is a JSON object with ``reward``, and an
-            exit status other than 0 is a failure; "exit_status": 1.0 for status 0, 0.0 for any other.
+        reward_from: "output": the last line of its standard output, if that is a JSON object with ``reward`` (a number
+            or null), and an exit status other than 0 is a failure; "exit_status": 1.0 for status 0, 0.0 for any other.
         kill_after: seconds between SIGTERM and SIGKILL.
 
     Raises:
@@ -194,7 +201,7 @@ def _reward_in(output: str) -> float | None:
         said = json.loads(lines[-1]) if lines else None
     except (ValueError, RecursionError):
         return None
-    return said.get("reward") if isinstance(said, dict) else None
+    return checked_reward(said.get("reward")) if isinstance(said, dict) else None
 
 
 def as_agent(agent: Any) -> Agent:

@@ -1,15 +1,13 @@
 """What came of the episodes of a collection."""
 
-import itertools
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
 
-from harts_hf.rollouts.gateway.agents import AgentFailure, FailureKind
+from harts_hf.rollouts.gateway.agents import AgentFailure, FailureKind, checked_reward
 from harts_hf.rollouts.gateway.recording import EpisodeRow
 from harts_hf.rollouts.gateway.runs import AgentJob, AgentOutcome
 from harts_hf.rollouts.gateway.sessions import Session
@@ -69,16 +67,25 @@ def episode_of(job: AgentJob, tree: int, outcome: AgentOutcome) -> AgentEpisode:
     )
 
 
-def as_reward(result: Any) -> Any:
-    """What an agent returned, if it is a reward; agents may return what they like for other reward functions."""
-    return result if isinstance(result, int | float) else None
+def as_reward(result: Any) -> float | None:
+    """What an agent returned, if it is a reward; agents may return what they like for other reward functions.
+
+    NumPy's numbers and tensors of one element are rewards too.
+
+    Raises:
+        AgentFailure: a number that is no finite one; an array of several.
+    """
+    return checked_reward(result) if hasattr(result, "__float__") else None
 
 
 def file_rows(sessions: Sequence[Session], trees: Sequence[int]) -> list[dict[str, Any]]:
     """What was sampled so far, as rows of a rollout file."""
     rows = []
     for session, tree in zip(sessions, trees, strict=True):
-        reward = as_reward(session.result)
+        try:
+            reward = as_reward(session.result)
+        except AgentFailure:
+            reward = None
         for row in session.recording.rows():
             rows.append(
                 rollout_row(
@@ -87,7 +94,7 @@ def file_rows(sessions: Sequence[Session], trees: Sequence[int]) -> list[dict[st
                     row.completion_ids,
                     env_mask=row.env_mask,
                     logprobs=row.logprobs,
-                    reward=reward if reward is not None and math.isfinite(reward) else None,
+                    reward=reward,
                 )
             )
     return rows
@@ -117,32 +124,35 @@ def metrics_of(sessions: Sequence[Session], episodes: Sequence[AgentEpisode]) ->
     }
 
 
-def group_prompts(prompts: Sequence[Any], size: int) -> list[int]:
-    """The index of each prompt's group: equal prompts that follow one another, at most ``size``.
+def group_prompts(prompts: Sequence[Any], size: int, *, first: int) -> list[int]:
+    """The index of each prompt's group among those of all processes: groups are ``size`` prompts in a row.
 
     Args:
         prompts: a process's; its share may begin or end within a group.
         size: generations of a prompt.
+        first: index of the first prompt among those of all processes.
+
+    Raises:
+        ValueError: prompts of a group that differ.
     """
-    trees, members = [0], 1
-    for before, prompt in itertools.pairwise(prompts):
-        is_same = prompt == before and members < size
-        members = members + 1 if is_same else 1
-        trees.append(trees[-1] + (not is_same))
-    return trees
-
-
-def places(trees: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Each episode's group and its number in it."""
-    seen: Counter[int] = Counter()
-    for tree in trees:
-        yield tree, seen[tree]
-        seen[tree] += 1
+    groups = [index // size for index in range(first, first + len(prompts))]
+    for index in range(1, len(prompts)):
+        if groups[index] == groups[index - 1] and prompts[index] != prompts[index - 1]:
+            raise ValueError(
+                f"expected groups of {size} equal prompts over all processes, got another prompt at {first + index} "
+                f"than at {first + index - 1}: have all processes the same number of prompts?"
+            )
+    return groups
 
 
 def seed_of(entropy: Sequence[int]) -> int:
     """A seed of 32 bits that depends on these numbers alone."""
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint32)[0])
+
+
+def task_seed(entropy: Sequence[int], group: int) -> int:
+    """The seed of a group's task: the same on all processes, and none of those that :func:`request_seeds` gives."""
+    return seed_of((*entropy, group, 0))
 
 
 def request_seeds(entropy: Sequence[int]) -> Callable[[int], int]:

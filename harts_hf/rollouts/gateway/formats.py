@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from trl.chat_template_utils import add_response_schema, parse_response
 
 from harts_hf.rollouts.gateway.answers import AssistantMessage, ToolCall
 from harts_hf.rollouts.gateway.requests import ChatRequest
+
+logger = logging.getLogger(__name__)
 
 # Tokens of the history in which the template's beginning of an answer is looked for.
 _ANSWER_START = 32
@@ -103,9 +106,9 @@ class TemplateFormat(ChatFormat):
                     add_generation_prompt=True,
                     **request.template_kwargs,
                 )
+                return self.encode(text)  # tokenizers refuse characters that UTF-8 lacks
             except Exception as error:  # templates are programs: they raise what they like
                 raise ValueError(f"the chat template does not take these messages: {error}") from error
-            return self.encode(text)
 
 
 class TrlFormat(TemplateFormat):
@@ -130,6 +133,13 @@ class TrlFormat(TemplateFormat):
                 ) from error
 
     def parse(self, ids: Sequence[int], request: ChatRequest, *, history: Sequence[int]) -> AssistantMessage:
+        try:
+            return self._parsed(ids, request, history)
+        except Exception as error:  # parsers have no rule for much that a policy samples
+            logger.debug("a turn that is no message of the chat format is text: %s", type(error).__name__)
+            return AssistantMessage(content=self.plain_text(ids))
+
+    def _parsed(self, ids: Sequence[int], request: ChatRequest, history: Sequence[int]) -> AssistantMessage:
         start = list(history[-_ANSWER_START:])
         tools: list[Any] | None = request.tools
         with self._lock:

@@ -5,15 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from harts_hf.rollouts.engines import SampledTurn
 from harts_hf.rollouts.gateway.answers import AssistantMessage
 from harts_hf.rollouts.gateway.formats import ChatFormat
 from harts_hf.rollouts.gateway.pieces import Piece, cut
 from harts_hf.rollouts.gateway.requests import ChatRequest
 from harts_hf.rollouts.gateway.splicing import Drift, History, extend, splice
-from harts_hf.tree import RolloutTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +21,8 @@ class EpisodeRow:
         prompt_ids: ``[P]`` the history of the row's first turn.
         completion_ids: ``[T]`` the turn, and what followed it.
         logprobs: ``[T]`` as drawn; 0.0 where nothing was sampled.
-        env_mask: ``[T]`` 1 where a token was sampled, and in no earlier row of the episode.
+        env_mask: ``[T]`` 1 where a token was sampled for this row. No draw is in two rows; two independent draws that
+            coincide (the same history, the same token) are each in their own.
     """
 
     prompt_ids: list[int]
@@ -172,25 +170,15 @@ class Recording:
 
     def rows(self) -> list[EpisodeRow]:
         """The episode's samples, in the order in which they were begun; none for an episode without turns."""
-        if not self._rows:
-            return []
-        tree = RolloutTree.from_trajectories([row.ids for row in self._rows])
-        trained = np.zeros(tree.num_tokens, bool)
-        rows = []
-        for index, row in enumerate(self._rows):
-            path = tree.path(index)[row.prompt_length :]
-            # A sampled token is trained once.
-            mask = np.array(row.mask, bool) & ~trained[path]
-            trained[path[mask]] = True
-            rows.append(
-                EpisodeRow(
-                    prompt_ids=row.ids[: row.prompt_length],
-                    completion_ids=row.ids[row.prompt_length :],
-                    logprobs=list(row.logprobs),
-                    env_mask=mask.astype(int).tolist(),
-                )
+        return [
+            EpisodeRow(
+                prompt_ids=row.ids[: row.prompt_length],
+                completion_ids=row.ids[row.prompt_length :],
+                logprobs=list(row.logprobs),
+                env_mask=list(row.mask),
             )
-        return rows
+            for row in self._rows
+        ]
 
     def _parse(self, row: _Row, ids: list[int]) -> AssistantMessage:
         assert row.request is not None

@@ -295,4 +295,7 @@ def _arguments(text: str) -> Any:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
         return text
-    return arguments if isinstance(arguments, dict) else text
+    if not isinstance(arguments, dict):
+        return text
+    _check_characters(arguments)  # escapes in it are read only now
+    return arguments

@@ -13,9 +13,6 @@ from harts_hf.rollouts.gateway.sessions import Session
 
 logger = logging.getLogger(__name__)
 
-# Failures that are logged in full for each collection; all are counted.
-_LOGGED_FAILURES = 3
-
 
 @dataclass(frozen=True, kw_only=True)
 class AgentJob:
@@ -75,7 +72,8 @@ class AgentRuns:
         self._started: dict[int, float] = {}
         self._waiting = list(range(len(jobs)))[::-1]
         self._num_running = 0
-        self._num_logged = 0
+        self._logged: set[str] = set()  # kinds of failures
+        self._has_said_further = False
 
     def __enter__(self) -> "AgentRuns":
         self._start_more()
@@ -144,9 +142,11 @@ class AgentRuns:
             self._start_more()
 
     def _log(self, index: int, failure: AgentFailure) -> None:
-        self._num_logged += 1
-        if self._num_logged <= _LOGGED_FAILURES:
+        """Logs the first failure of each kind in full; all are counted."""
+        if failure.kind not in self._logged:
+            self._logged.add(failure.kind)
             text = self._jobs[index].access.redacted(str(failure))
             logger.warning("the agent of episode %d failed (%s): %s", index, failure.kind, text)
-        elif self._num_logged == _LOGGED_FAILURES + 1:
-            logger.warning("further failures of agents are counted (agent/failed), not shown")
+        elif not self._has_said_further:
+            self._has_said_further = True
+            logger.warning("further failures of the same kinds are counted (agent/failed), not shown")

@@ -185,7 +185,7 @@ class Gateway:
                 session.abandon(pending)
                 return Response(status_code=499)
             body = answer.body()
-            self._record(session, pending, finished, body)
+            await self._record(session, pending, finished, body)
             return JSONResponse(body)
         finally:
             gone.cancel()
@@ -203,8 +203,8 @@ class Gateway:
             for chunk in answer.texts():
                 yield _event(chunk)
             # Before the client can know that the turn is whole and send the next request.
-            self._record(session, pending, finished, answer.body())
             is_recorded = True
+            await self._record(session, pending, finished, answer.body())
             for chunk in answer.ends(include_usage=asked.include_usage):
                 yield _event(chunk)
             yield "data: [DONE]\n\n"
@@ -231,8 +231,12 @@ class Gateway:
         )
         return finished, answer
 
-    def _record(self, session: Session, pending: PendingTurns, finished: FinishedTurns, body: dict[str, Any]) -> None:
-        session.record(pending, finished, [choice["message"] for choice in body["choices"]])
+    async def _record(
+        self, session: Session, pending: PendingTurns, finished: FinishedTurns, body: dict[str, Any]
+    ) -> None:
+        # It may wait for another request of the session: not in the server's thread. Begun, it is done, whoever goes.
+        answers = [choice["message"] for choice in body["choices"]]
+        await asyncio.shield(self._in_thread(session.record, pending, finished, answers))
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._workers, function, *arguments)

@@ -3,8 +3,9 @@
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from typing import Any
 
 from harts_hf.rollouts.gateway.requests import ApiError, ChatRequest
@@ -43,7 +44,10 @@ class Session:
         self.result: Any = None
         self._seed_of = seed_of
         self._max_turns = max_turns
+        # One request at a time is rendered, or its answer parsed. It may wait for a server: only requests wait for it.
         self._lock = threading.Lock()
+        # Held for moments: what is pending, what is over, and the recording while it changes.
+        self._state = threading.Lock()
         self._pending: set[Future[Any]] = set()
         self._num_started = 0
         self._num_turns = 0
@@ -59,29 +63,36 @@ class Session:
             ApiError: the episode is over, or has had all its turns.
         """
         with self._lock:
-            self._check_open()
-            self.counts["ignored_parameters"] += len(request.ignored)
-            if self._num_turns + request.count > self._max_turns:
-                self.counts["over_limit"] += 1
-                raise ApiError(
-                    400, f"expected at most {self._max_turns} turns in an episode, got more", code="max_turns_exceeded"
-                )
+            with self._state:
+                self._check_open()
+                self.counts["ignored_parameters"] += len(request.ignored)
+                if self._num_turns + request.count > self._max_turns:
+                    self.counts["over_limit"] += 1
+                    raise ApiError(
+                        400,
+                        f"expected at most {self._max_turns} turns in an episode, got more",
+                        code="max_turns_exceeded",
+                    )
             number = self._num_started
-            pending = self.source.start(request, self.recording, seed=self._seed_of(number))
-            self._num_started += 1
-            self._num_turns += request.count
-            self._pending.add(pending.sampled)
-        return number, pending
+            with self._while_open():
+                pending = self.source.start(request, self.recording, seed=self._seed_of(number))
+            with self._state:
+                if not self._is_closed:
+                    self._num_started += 1
+                    self._num_turns += request.count
+                    self._pending.add(pending.sampled)
+                    return number, pending
+        pending.sampled.cancel()
+        raise _over()
 
     def finish(self, pending: PendingTurns) -> FinishedTurns:
         """What was sampled; nothing is recorded yet."""
         with self._lock:
-            self._pending.discard(pending.sampled)
-            self._check_open()
-            try:
+            with self._state:
+                self._pending.discard(pending.sampled)
+                self._check_open()
+            with self._while_open():
                 return self.source.finish(pending, self.recording)
-            except CancelledError as error:
-                raise ApiError(403, "expected an engine that samples, got one that was closed") from error
 
     def record(self, pending: PendingTurns, finished: FinishedTurns, answers: list[dict[str, Any]]) -> None:
         """Adds turns to the episode.
@@ -89,28 +100,48 @@ class Session:
         Raises:
             ApiError: it is over.
         """
-        with self._lock:
+        with self._lock, self._state:
             self._check_open()
             self.recording.record(finished.history, finished.turns, pending.request)
             self.messages = pending.request.body["messages"]
             self.answers = answers
 
     def abandon(self, pending: PendingTurns) -> None:
-        """Forgets turns whose client has gone."""
+        """Forgets turns whose client has gone; they are none of ``max_turns``."""
         pending.sampled.cancel()
-        with self._lock:
+        with self._state:
             self._pending.discard(pending.sampled)
+            self._num_turns -= pending.request.count
             self.counts["disconnected"] += 1
 
     def close(self) -> None:
-        """Ends the episode: turns that are being sampled are dropped, further requests refused."""
-        with self._lock:
+        """Ends the episode: turns that are being sampled are dropped, further requests refused.
+
+        Waits for no request, and no server; the recording changes no more.
+        """
+        with self._state:
             self._is_closed = True
             pending = list(self._pending)
             self._pending.clear()
         for sampled in pending:
             sampled.cancel()
 
+    @contextmanager
+    def _while_open(self) -> Iterator[None]:
+        """What fails because the episode has ended meanwhile is no failure of the engine's."""
+        try:
+            yield
+        except CancelledError as error:
+            raise ApiError(403, "expected an engine that samples, got one that was closed") from error
+        except Exception as error:
+            if self._is_closed and not isinstance(error, ApiError):
+                raise _over() from error
+            raise
+
     def _check_open(self) -> None:
         if self._is_closed:
-            raise ApiError(403, "expected an episode that goes on, got a request to one that is over")
+            raise _over()
+
+
+def _over() -> ApiError:
+    return ApiError(403, "expected an episode that goes on, got a request to one that is over")

@@ -245,10 +245,12 @@ def _message(choice: dict[str, Any]) -> AssistantMessage:
             ToolCall(name=call["function"]["name"], arguments=call["function"]["arguments"] or "{}")
             for call in message.get("tool_calls") or ()
         )
-    except (LookupError, TypeError) as error:
-        raise EngineError(f"expected calls of functions from the vLLM server, got {shortened(message)}") from error
-    thinking = message.get("reasoning") or message.get("reasoning_content")
-    return AssistantMessage(content=message.get("content") or "", reasoning_content=thinking, tool_calls=calls)
+        thinking = message.get("reasoning") or message.get("reasoning_content")
+        return AssistantMessage(content=message.get("content") or "", reasoning_content=thinking, tool_calls=calls)
+    except (LookupError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"expected texts and calls of functions from the vLLM server, got {shortened(message)}"
+        ) from error
 
 
 def _turn(choice: dict[str, Any], ids: list[int], end_ids: Sequence[int]) -> SampledTurn:

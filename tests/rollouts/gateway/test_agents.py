@@ -1,6 +1,8 @@
 """Agents as functions and as commands, hostile ones among them: each costs its episode, none costs the run."""
 
 import asyncio
+import functools
+import json
 import os
 import sys
 import threading
@@ -8,7 +10,14 @@ import time
 
 import pytest
 
-from harts_hf.rollouts.gateway import AgentAccess, AgentFailure, CommandAgent, FunctionAgent
+from harts_hf.rollouts.gateway import (
+    AgentAccess,
+    AgentFailure,
+    AssistantMessage,
+    CommandAgent,
+    FunctionAgent,
+    ToolCall,
+)
 from harts_hf.rollouts.gateway.commands import as_agent
 
 ACCESS = AgentAccess(base_url="http://127.0.0.1:1/episodes/KEY/v1", api_key="KEY", model="policy", seed=7)
@@ -67,6 +76,35 @@ def test_functions_that_cannot_be_called_are_refused(function):
         FunctionAgent(function)
 
 
+def test_arguments_that_a_function_does_not_take_are_refused():
+    """As ``agent_kwargs`` gives them: when the collector is made, by name."""
+
+    def agent(task, *, base_url, mood="calm"):
+        return task, mood
+
+    assert play(FunctionAgent(functools.partial(agent, mood="odd"))) == ("lamp", "odd")
+    for wrong in ("moods", "task"):
+        with pytest.raises(ValueError, match=f"expected arguments that agent takes beside its task, got {wrong}"):
+            FunctionAgent(functools.partial(agent, **{wrong: "odd"}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"content": None}, "expected content of an AssistantMessage to be a text, got None"),
+        ({"reasoning_content": 1}, "expected reasoning_content of an AssistantMessage to be a text, got 1"),
+        ({"tool_calls": ({"name": "look"},)}, "expected tool_calls of an AssistantMessage to be ToolCalls"),
+        ({"tool_calls": None}, "expected tool_calls of an AssistantMessage to be ToolCalls, got None"),
+    ],
+)
+def test_messages_are_checked(fields, message):
+    """A chat format of one's own is told what is wrong with its messages."""
+    with pytest.raises(ValueError, match=message):
+        AssistantMessage(**fields)
+    with pytest.raises(ValueError, match="expected arguments of a ToolCall to be a text"):
+        ToolCall(name="look", arguments={})
+
+
 def test_what_an_agent_may_be():
     """A function, a command, an agent; nothing else."""
     assert isinstance(as_agent(["python", "agent.py"]), CommandAgent)
@@ -110,20 +148,21 @@ def test_a_function_that_raises_is_a_failure():
     assert "KEY" in str(failure) and "KEY" not in ACCESS.redacted(str(failure))
 
 
-def test_a_command_gets_its_task_and_its_endpoint():
+def test_a_command_gets_its_task_and_its_endpoint(tmp_path):
     """Task on standard input and in its arguments, endpoint in its environment; rank variables and GPUs are not."""
     code = (
         "names = ['OPENAI_BASE_URL', 'OPENAI_API_KEY', 'OPENAI_MODEL', 'HARTS_TASK_SEED', 'CUDA_VISIBLE_DEVICES', "
         "'RANK', 'MORE', 'no_proxy']\n"
         "print('noise')\n"
         "seen = [json.loads(sys.stdin.readline()), sys.argv[1], *[os.environ.get(name) for name in names]]\n"
-        "print(json.dumps({'reward': seen}))"
+        "print(json.dumps(seen), file=open(os.environ['SEEN'], 'w'))"
     )
     os.environ["RANK"] = "3"
     try:
-        seen = play(python(code, env={"MORE": "x"}), task="lamp wanted")
+        play(python(code, env={"MORE": "x", "SEEN": str(tmp_path / "seen")}), task="lamp wanted")
     finally:
         del os.environ["RANK"]
+    seen = json.loads((tmp_path / "seen").read_text())
     endpoint = [ACCESS.base_url, "KEY", "policy", "7"]
     assert seen[:9] == ["lamp wanted", "lamp wanted", *endpoint, "", None, "x"] and "127.0.0.1" in seen[9]
     assert play(python("print(json.dumps({'reward': json.loads(sys.stdin.readline())['a']}))"), task={"a": 2}) == 2
@@ -137,6 +176,15 @@ def test_a_command_gets_its_task_and_its_endpoint():
 def test_the_last_line_of_output_may_say_a_reward(code, reward):
     """Anything else says none."""
     assert play(python(code)) == reward
+
+
+@pytest.mark.parametrize(
+    "reward", ['"1.0"', "[1]", "NaN", "1e999", "9" * 400], ids=["text", "list", "nan", "inf", "huge"]
+)
+def test_a_commands_reward_that_is_no_number_is_a_failure(reward):
+    """Not silently none."""
+    failure = failure_of(python(f"print('{{\"reward\": {reward}}}')"))
+    assert failure.kind == "reward" and "expected a finite number or None as reward" in str(failure)
 
 
 def test_the_exit_status_may_be_the_reward():
@@ -204,5 +252,5 @@ def test_a_command_ends_when_nobody_waits_any_more():
 
 def test_commands_have_a_session_of_their_own():
     """A terminal's Ctrl-C reaches the trainer, which ends them; they are no copies of it."""
-    seen = play(python("print(json.dumps({'reward': [os.getpgid(0), os.getpid(), os.getsid(0)]}))"))
-    assert len(set(seen)) == 1 and seen[0] != os.getpgid(0)
+    code = "print(json.dumps({'reward': os.getpgid(0) if os.getpgid(0) == os.getpid() == os.getsid(0) else -1}))"
+    assert play(python(code)) not in (-1, os.getpgid(0))

@@ -7,10 +7,13 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy as np
 import openai
 import pytest
+import torch
 from support.agents import ScriptedEngine, chat_tokenizer, odd_tokens
 
 from harts_hf.rollouts.checks import check_rollouts
@@ -55,7 +58,7 @@ def answer(request, choice):
 def trainer(monkeypatch, tmp_path):
     """What a collector uses of a trainer, and an engine in place of the trainer's own."""
     trainer = SimpleNamespace(
-        args=SimpleNamespace(seed=3, num_generations=4, max_completion_length=500, output_dir=str(tmp_path)),
+        args=SimpleNamespace(seed=3, num_generations=2, max_completion_length=500, output_dir=str(tmp_path)),
         state=SimpleNamespace(global_step=0),
         accelerator=SimpleNamespace(process_index=0, num_processes=1),
         model=SimpleNamespace(training=True),
@@ -99,8 +102,9 @@ def test_rows_and_rewards(trainer, collect):
     out = collector(PROMPTS, trainer)
     assert out["episode"] == [index for index in range(6) for _ in range(2)]
     assert all(len(out[name]) == 12 for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask"))
+    assert out["exact_env_mask"] is True
     check_rollouts(out, 6)
-    assert out["num_turns"] == [2] * 6 and out["tree"] == [0, 0, 1, 1, 1, 1]
+    assert out["num_turns"] == [2] * 6 and out["tree"] == [0, 0, 1, 1, 2, 2]
     assert out["agent_reward"] == [episode.result for episode in collector.last_episodes]
     assert agent_reward(prompts=PROMPTS, agent_reward=out["agent_reward"]) == out["agent_reward"]
     for episode, prompt in zip(collector.last_episodes, PROMPTS, strict=True):
@@ -110,7 +114,7 @@ def test_rows_and_rewards(trainer, collect):
             "user",
             "assistant",
         ]
-    assert [sample.tree for sample in collector.last_rollouts] == [0] * 4 + [1] * 8
+    assert [sample.tree for sample in collector.last_rollouts] == [0] * 4 + [1] * 4 + [2] * 4
     metrics = trainer._metrics["train"]
     assert metrics["agent/turns"] == [2.0] and metrics["agent/histories/forked"] == [6.0]
     assert collector.last_sampling_tokens == trainer.engines[0].num_read_tokens > 0
@@ -144,16 +148,58 @@ def test_the_episodes_of_a_group_share_the_tasks_seed_and_no_other(trainer, coll
     """The task is drawn alike, the turns are not."""
     out = collect(two_turns)(PROMPTS, trainer)
     prompts = [TOKENIZER.decode(ids) for ids in out["prompt_ids"][::2]]
-    assert len(set(prompts[:2])) == len(set(prompts[2:])) == 1 and prompts[0] != prompts[2]
+    pairs = [prompts[start : start + 2] for start in (0, 2, 4)]
+    assert all(first == second for first, second in pairs) and len(set(prompts)) == 3
     seeds = [request.seed for request in trainer.engines[0].requests]
     assert len(set(seeds)) == len(seeds) == 12
 
 
 def test_groups_are_equal_prompts_in_a_row():
     """A process's share may begin within a group; two groups of one prompt are two."""
-    assert group_prompts(["a", "a", "b", "b", "b", "b"], 4) == [0, 0, 1, 1, 1, 1]
-    assert group_prompts(["a", "a", "a", "a"], 2) == [0, 0, 1, 1]
-    assert group_prompts([{"x": 1}], 2) == [0]
+    assert group_prompts(["a", "a", "b", "b", "b", "b"], 4, first=6) == [1, 1, 2, 2, 2, 2]
+    assert group_prompts(["a"] * 6, 4, first=6) == [1, 1, 2, 2, 2, 2]
+    assert group_prompts(["a", "a", "a", "a"], 2, first=0) == [0, 0, 1, 1]
+    assert group_prompts([{"x": 1}], 2, first=0) == [0]
+    with pytest.raises(ValueError, match="expected groups of 2 equal prompts over all processes, got another prompt"):
+        group_prompts(["a", "b"], 2, first=4)
+
+
+def test_a_group_over_several_processes_has_one_task(trainer, collect):
+    """Three processes of four prompts, groups of six: task seeds as in one process of twelve; turns differ."""
+    trainer.args.num_generations = 6
+    seen = []
+
+    def agent(task, *, base_url, api_key, seed):
+        seen.append(seed)
+        return one_turn(task, base_url=base_url, api_key=api_key)
+
+    def seeds(rank, num_processes):
+        seen.clear()
+        trainer.accelerator.process_index, trainer.accelerator.num_processes = rank, num_processes
+        share = (["hello"] * 12)[rank * 12 // num_processes : (rank + 1) * 12 // num_processes]
+        out = collect(agent, max_concurrent=1)(share, trainer)
+        return list(seen), out["tree"], [request.seed for request in trainer.engines[-1].requests]
+
+    whole, _, _ = seeds(0, 1)
+    shares = [seeds(rank, 3) for rank in range(3)]
+    assert [seed for tasks, _, _ in shares for seed in tasks] == whole == [whole[0]] * 6 + [whole[-1]] * 6
+    assert whole[0] != whole[-1]
+    assert [trees for _, trees, _ in shares] == [[0] * 4, [0, 0, 1, 1], [0] * 4]
+    assert len({seed for _, _, requests in shares for seed in requests}) == 12
+
+
+def test_an_evaluation_does_not_change_the_training(trainer, collect):
+    """Its calls are counted by themselves."""
+    collector = collect(two_turns)
+    expected = [rows_of(collector(PROMPTS, trainer)) for _ in range(2)]
+    collector = collect(two_turns)
+    found = []
+    for _ in range(2):
+        found.append(rows_of(collector(PROMPTS, trainer)))
+        trainer.model.training = False
+        assert rows_of(collector(PROMPTS, trainer)) not in expected
+        trainer.model.training = True
+    assert found == expected
 
 
 def test_the_reward_may_be_a_function(trainer, collect):
@@ -166,6 +212,50 @@ def test_the_reward_may_be_a_function(trainer, collect):
     collector = collect(agent, reward=lambda episode: len(episode.result["notes"]) + episode.num_turns)
     assert collector(PROMPTS, trainer)["agent_reward"] == [6.0] * 6
     assert collect(agent)(PROMPTS, trainer)["agent_reward"] == [None] * 6
+
+
+@pytest.mark.parametrize("made", [np.float32, np.int64, torch.tensor, Fraction, bool])
+def test_whatever_becomes_a_number_is_a_reward(trainer, collect, made):
+    """NumPy's and torch's numbers among them."""
+
+    def agent(task, *, base_url, api_key):
+        one_turn(task, base_url=base_url, api_key=api_key)
+        return made(1)
+
+    assert collect(agent)(PROMPTS, trainer)["agent_reward"] == [1.0] * 6
+
+
+def test_agents_without_a_reward_are_counted_and_logged_once(trainer, collect, caplog):
+    """A text is none, an array of several numbers is a failure."""
+
+    def agent(task, *, base_url, api_key):
+        one_turn(task, base_url=base_url, api_key=api_key)
+        return "1.0" if task == "hello" else torch.ones(2)
+
+    collector = collect(agent)
+    for _ in range(2):
+        assert collector(PROMPTS, trainer)["agent_reward"] == [None] * 6
+        assert collector.last_metrics["agent/without_reward"] == 2
+        assert collector.last_metrics["agent/failed/reward"] == 4
+    assert caplog.text.count("expected agents to return a number as reward, got str from 2 of 6") == 1
+    assert caplog.text.count("4 episodes have no reward") == 2
+
+
+def test_a_reward_that_no_float_holds_does_not_cost_the_salvage(trainer, collect, tmp_path):
+    """The rows are written without it."""
+
+    def agent(task, *, base_url, api_key):
+        one_turn(task, base_url=base_url, api_key=api_key)
+        return 10**5000
+
+    def broken(episode):
+        raise KeyError("judge")
+
+    with pytest.raises(KeyError):
+        collect(agent, reward=broken)(PROMPTS, trainer)
+    (path,) = (tmp_path / "salvaged").iterdir()
+    rollouts = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rollouts) == 6 and not any("reward" in rollout for rollout in rollouts)
 
 
 def sometimes(how):
@@ -218,6 +308,25 @@ def test_a_failure_costs_its_episode(trainer, collect, caplog, how):
     assert "/episodes/" not in caplog.text.replace("/episodes/***", "")
 
 
+def test_the_first_failure_of_each_kind_is_logged(trainer, collect, caplog):
+    """A rare kind is seen beside a frequent one."""
+    lock, number = threading.Lock(), iter(range(6))
+
+    def agent(task, *, base_url, api_key):
+        with lock:
+            index = next(number)
+        if index == 4:
+            return 1.0  # without a turn
+        one_turn(task, base_url=base_url, api_key=api_key)
+        if index < 4:
+            raise KeyError("tool")
+        return 1.0
+
+    collect(agent, max_concurrent=1)(PROMPTS, trainer)
+    assert [caplog.text.count(f"failed ({kind})") for kind in ("raised", "no_request")] == [1, 1]
+    assert caplog.text.count("further failures of the same kinds are counted") == 1
+
+
 def test_failures_may_have_a_reward(trainer, collect):
     """Then they are trained, with what they sampled."""
     out = collect(sometimes("raises"), failure_reward=-1.0, max_concurrent=1)(PROMPTS, trainer)
@@ -232,6 +341,23 @@ def test_when_every_agent_fails_the_run_ends(trainer, collect):
 
     with pytest.raises(AgentError, match=r"expected an agent that comes to its end, got 6 failures \(6 raised\)"):
         collect(agent)(PROMPTS, trainer)
+
+
+def test_failures_that_are_trained_do_not_end_the_run(trainer, collect):
+    """A policy that always loops is to learn from it; agents that never ask are a fault of the set-up."""
+
+    def loops(task, *, base_url, api_key):
+        one_turn(task, base_url=base_url, api_key=api_key)
+        raise KeyError("tool")
+
+    out = collect(loops, failure_reward=-1.0)(PROMPTS, trainer)
+    assert out["agent_reward"] == [-1.0] * 6 and out["episode"] == list(range(6))
+
+    def never_asks(task, *, base_url, api_key):
+        raise KeyError("tool")
+
+    with pytest.raises(AgentError, match="got 6 failures"):
+        collect(never_asks, failure_reward=-1.0)(PROMPTS, trainer)
 
 
 def test_of_several_processes_one_may_have_bad_luck(trainer, collect):
@@ -285,7 +411,7 @@ def test_what_was_sampled_before_a_failure_lies_on_disk(trainer, collect, tmp_pa
     (path,) = (tmp_path / "salvaged").iterdir()
     assert str(path) in error.value.__notes__[0]
     rollouts = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(rollouts) == 12 and {rollout["group"] for rollout in rollouts} == {0, 1}
+    assert len(rollouts) == 12 and {rollout["group"] for rollout in rollouts} == {0, 1, 2}
     assert all(len(one["token_ids"]) == len(one["loss_mask"]) == len(one["old_logprobs"]) for one in rollouts)
     assert all("reward" in one for one in rollouts)
 

@@ -1,4 +1,4 @@
-"""Rows of episodes against brute force: a trie of every request's tokens, each sampled one trained once."""
+"""Rows of episodes against brute force: every request's tokens, each draw trained once."""
 
 import json
 import random
@@ -88,17 +88,7 @@ def brute_force(asked):
         row[0].extend(sampled)
         row[2].extend([1] * len(sampled))
         row[3].extend(logprobs)
-    trained = set()
-    result = []
-    for ids, prompt, sampled, logprobs in rows:
-        mask = []
-        for place, flag in enumerate(sampled, start=prompt):
-            path = tuple(ids[: place + 1])
-            mask.append(int(flag and path not in trained))
-            if mask[-1]:
-                trained.add(path)
-        result.append((ids[:prompt], ids[prompt:], mask, logprobs))
-    return result
+    return [(ids[:prompt], ids[prompt:], sampled, logprobs) for ids, prompt, sampled, logprobs in rows]
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -127,14 +117,16 @@ def test_the_rows_tree_is_the_trie_of_all_requests(seed):
 
 
 def test_the_restless_agent_does_everything():
-    """What brute force is compared on: all drifts, tokens that recur, several rows."""
+    """What brute force is compared on: all drifts, draws that coincide, several rows."""
     drifts, recurs, num_rows = set(), False, 0
     for seed in range(25):
         recording, asked = wander(seed)
         drifts |= set(recording.drifts)
         rows = recording.rows()
         num_rows += len(rows)
-        recurs |= sum(sum(row.env_mask) for row in rows) < sum(len(sampled) for _, sampled, _ in asked)
+        draws = [(*history, *sampled[: end + 1]) for history, sampled, _ in asked for end in range(len(sampled))]
+        recurs |= len(set(draws)) < len(draws)
+        assert sum(sum(row.env_mask) for row in rows) == len(draws)
     assert drifts == set(Drift) and recurs and num_rows > 60
 
 
@@ -180,6 +172,14 @@ def test_a_row_that_grew_meanwhile_is_not_continued():
     assert sum(first.env_mask) == 2 * len(ids) and second.env_mask == [1] * len(ids)
     assert second.prompt_ids == histories[1].ids
     assert recording.drifts == {Drift.CLEAN: 1, Drift.FORK: 1}
+
+
+def test_draws_that_coincide_are_trained_each():
+    """Two equal choices of one request are two draws: else the gradient would not be that of the policy."""
+    recording, asking = Recording(FORMAT, [END]), request([{"role": "user", "content": "hello"}])
+    ids = odd_tokens(TOKENIZER, "hello<|im_end|>", seed=0)
+    recording.record(recording.splice(FORMAT.render(asking)), [turn(ids), turn(ids)], asking)
+    assert [row.env_mask for row in recording.rows()] == [[1] * len(ids)] * 2
 
 
 def test_an_episode_without_turns_has_no_rows():

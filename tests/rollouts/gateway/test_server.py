@@ -12,7 +12,8 @@ import pytest
 from support.agents import WEATHER, ScriptedEngine, chat_tokenizer, odd_tokens, running
 
 from harts_hf.rollouts.engines import EngineError
-from harts_hf.rollouts.gateway import EngineTurns, Gateway, LengthLimits, TrlFormat
+from harts_hf.rollouts.gateway import EngineTurns, Gateway, LengthLimits, TrlFormat, formats
+from harts_hf.rollouts.gateway.requests import read_request
 from harts_hf.rollouts.gateway.server import MAX_BODY_BYTES
 
 TOKENIZER = chat_tokenizer()
@@ -144,6 +145,59 @@ def test_a_stream_says_what_a_whole_answer_says(serve):
         assert calls[0] == calls[1]
     assert whole.usage.total_tokens == streamed.usage.total_tokens
     assert len(session.recording.rows()) == 2
+
+
+def _call(value):
+    return (
+        f"x\n</think>\n\n<tool_call>\n<function=weather>\n<parameter=city>\n{value}\n</parameter>\n"
+        "</function>\n</tool_call><|im_end|>"
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    "text",
+    [_call('{"a": "\\ud800"}'), _call('["\\udc00 x"]'), _call("[" * 3000), _call('{"a":' * 3000)],
+    ids=["half-pair", "half-pair-in-list", "deep-list", "deep-object"],
+)
+def test_whatever_the_policy_writes_is_a_message(gateway, serve, text, stream):
+    """Halves of surrogate pairs, arguments nested too deeply: an answer, no end of the run; and the agent goes on."""
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}}}}}
+    _, open_session = serve(text, max_turn_tokens=20_000, max_positions=90_000, max_completion_tokens=60_000)
+    session = open_session()
+    fields = {"tools": [tool]}
+    if stream:
+        assert list(ask(session, stream=True, **fields))[-1].choices[0].finish_reason in ("stop", "tool_calls")
+    else:
+        message = ask(session, **fields).choices[0].message.to_dict()
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in message.get("tool_calls") or ()
+        ]
+        ask(session, [*USER, message, *(results or USER)], **fields)
+    assert gateway.error is None
+
+
+def test_a_parser_that_fails_leaves_text(monkeypatch):
+    """Of any exception."""
+
+    def fail(*_, **__):
+        raise RecursionError
+
+    monkeypatch.setattr(formats, "parse_response", fail)
+    asked = read_request(json.dumps({"messages": USER}).encode())
+    ids = TOKENIZER(PLAIN, add_special_tokens=False)["input_ids"]
+    chat_format = TrlFormat(TOKENIZER)
+    assert "hello world" in chat_format.parse(ids, asked, history=chat_format.render(asked)).content
+
+
+def test_arguments_that_utf_8_lacks_are_refused(gateway, serve):
+    """Escaped once more, so the body itself is fine."""
+    _, open_session = serve()
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "\\ud800"}'}}
+    messages = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}, *USER]
+    with pytest.raises(openai.BadRequestError, match="expected characters that UTF-8 has"):
+        ask(open_session(), messages)
+    assert gateway.error is None
 
 
 def test_several_choices_fork(serve):
@@ -290,8 +344,8 @@ def test_a_client_that_sends_half_a_request_and_goes(gateway, serve):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_disconnects_mid_turn_leaves_nothing(gateway, serve, stream):
-    """The request is cancelled, and the turn is not recorded."""
-    engine, open_session = serve()
+    """The request is cancelled, the turn is not recorded and is none of ``max_turns``."""
+    engine, open_session = serve(max_turns=1)
     session = open_session()
     engine.hold.set()
     with pytest.raises(openai.APITimeoutError):
@@ -323,6 +377,37 @@ def test_an_episode_that_is_closed_refuses_what_is_in_flight(serve):
     with pytest.raises(openai.PermissionDeniedError, match="one that is over"):
         ask(session)
     assert session.recording.num_turns == 0
+
+
+@pytest.mark.parametrize("method", ["render", "parse"])
+def test_closing_does_not_wait_for_a_format_that_hangs(gateway, serve, monkeypatch, method):
+    """A vLLM server renders and parses over HTTP, which may take minutes; other episodes go on meanwhile."""
+    _, open_session = serve()
+    session, other = open_session(), open_session()
+    hangs, goes_on = threading.Event(), threading.Event()
+    usual = getattr(TrlFormat, method)
+
+    def hang(self, *arguments, **named):
+        if threading.current_thread() is not threading.main_thread() and not hangs.is_set():
+            hangs.set()
+            goes_on.wait(20)
+            raise EngineError("expected an answer, got none")
+        return usual(self, *arguments, **named)
+
+    monkeypatch.setattr(TrlFormat, method, hang)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, session)
+        assert hangs.wait(10)
+        try:
+            started = time.monotonic()
+            ask(other)
+            session.close()
+            assert session.recording.rows() == [] and time.monotonic() - started < 5
+        finally:
+            goes_on.set()
+        with pytest.raises(openai.PermissionDeniedError, match="one that is over"):
+            asked.result(10)
+    assert gateway.error is None and len(other.recording.rows()) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
