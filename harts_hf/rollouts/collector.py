@@ -1,14 +1,14 @@
 """The collector: a TRL ``rollout_func`` that samples trees."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from harts_hf.rollouts.calls import Calls
 from harts_hf.rollouts.engines.opening import open_engine
 from harts_hf.rollouts.environment import EnvironmentFactory
 from harts_hf.rollouts.forks import ForkPolicy, NoForks, TurnForks, check_policy
-from harts_hf.rollouts.salvage import rollout_row, saved_on_failure
+from harts_hf.rollouts.salvage import place_of_failures, rollout_row, saved_on_failure
 from harts_hf.rollouts.sampled import SampledRollout
 from harts_hf.rollouts.sampler import TreeSampler, TurnLimits
 
@@ -57,8 +57,7 @@ class TreeRolloutCollector:
         self._policy = _fork_policy(branching, fork_turns, fork_policy)
         self._max_turns = max_turns
         self._max_turn_tokens = max_turn_tokens
-        # Of training (True) and evaluation: the trainer's step, and the calls during it.
-        self._calls = {True: (-1, 0), False: (-1, 0)}
+        self._calls = Calls()
         self.last_rollouts: list[SampledRollout] = []
         self.last_sampling_tokens = 0
         # Raises now, not at the first step.
@@ -110,7 +109,7 @@ class TreeRolloutCollector:
                 num_episodes=num_episodes,
                 seed=sampling_seed,
             )
-            with saved_on_failure(lambda: _file_rows(sampler.rollouts()), *_place_of_failures(trainer)):
+            with saved_on_failure(lambda: _file_rows(sampler.rollouts()), *place_of_failures(trainer)):
                 self.last_rollouts = sampler.sample(environments, texts)
             self.last_sampling_tokens = engine.num_read_tokens - read_before
         return _rows(self.last_rollouts)
@@ -129,14 +128,8 @@ class TreeRolloutCollector:
         )
 
     def _seeds(self, trainer: Any, count: int) -> list[int]:
-        """Seeds that depend on the trainer's seed, its step, the calls during it, the rank, and on nothing else.
-
-        Calls of training and of evaluation are counted apart, so that an evaluation changes no training.
-        """
-        step, is_training = trainer.state.global_step, bool(trainer.model.training)
-        last_step, call = self._calls[is_training]
-        call = call + 1 if last_step == step else 0
-        self._calls[is_training] = step, call
+        """Seeds that depend on the trainer's seed, the call, the rank, and on nothing else."""
+        step, is_training, call = self._calls.next(trainer)
         entropy = (trainer.args.seed, step, call, trainer.accelerator.process_index, *([] if is_training else [1]))
         return np.random.SeedSequence(entropy).generate_state(count, np.uint32).tolist()
 
@@ -185,12 +178,6 @@ def _rows(rollouts: list[SampledRollout]) -> dict[str, Any]:
         "tree": [rollout.tree for rollout in rollouts],
         "num_turns": [rollout.num_turns for rollout in rollouts],
     }
-
-
-def _place_of_failures(trainer: Any) -> tuple[Path, str]:
-    """The folder and the name of the file of what was collected before a failure."""
-    name = f"step{trainer.state.global_step}-rank{trainer.accelerator.process_index}"
-    return Path(trainer.args.output_dir) / "salvaged", name
 
 
 def _file_rows(rollouts: list[SampledRollout]) -> list[dict[str, Any]]:

@@ -107,3 +107,9 @@ def saved_on_failure(rows: Callable[[], Sequence[Mapping[str, Any]]], folder: st
         except Exception as second:
             error.add_note(f"What was collected before could not be saved: {type(second).__name__}: {second}")
         raise
+
+
+def place_of_failures(trainer: Any) -> tuple[Path, str]:
+    """The folder, and the name of the file, of what this process collected for a trainer before a failure."""
+    name = f"step{trainer.state.global_step}-rank{trainer.accelerator.process_index}"
+    return Path(trainer.args.output_dir) / "salvaged", name

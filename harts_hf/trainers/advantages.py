@@ -8,6 +8,7 @@ import torch
 from harts_hf.rollouts.credit import tree_advantages
 from harts_hf.rollouts.episodes import Episodes
 from harts_hf.trainers.policy import TreePolicy
+from harts_hf.trainers.weighing import trained
 
 
 class TreeAdvantages:
@@ -69,7 +70,7 @@ class TreeAdvantages:
         # As they were generated: rows that TRL leaves out as truncated still say what their histories came to.
         trajectories = [np.concatenate(pair) for pair in zip(*self._generated, strict=True)]
         prompt_lengths = [len(prompt) for prompt in self._generated[0]]
-        by_policy = (output["completion_mask"] * output.get("tool_mask", 1)).cpu().numpy()
+        by_policy = trained(output).cpu().numpy()
         spans = [
             turn_spans(mask[: len(tokens) - length], length)
             for mask, tokens, length in zip(by_policy, trajectories, prompt_lengths, strict=True)

@@ -19,6 +19,7 @@ from harts_hf.rollouts.checks import check_rollouts
 from harts_hf.rollouts.episodes import RESERVED_KEYS, Episodes, read_episodes
 from harts_hf.trainers.lengths import log_lengths
 from harts_hf.trainers.policy import TreePolicy
+from harts_hf.trainers.replacing import replaced
 from harts_hf.trainers.weighing import UNITS, WEIGHTED_ITEMS, WEIGHTS, StepTotals, Unit, trained, weighed_loss
 
 # Rows per episode of a batch that is grouped by episodes. It comes first: TRL sizes a batch by its first entry.
@@ -191,15 +192,9 @@ class TreeEpisodes:
         parent: Any = super()
         if not self.model.training:
             return parent._prepare_inputs(generation_batch)
-        name = "_generate_and_score_completions"
-        score, own = self._generate_and_score_completions, vars(self).get(name)
-        self._generate_and_score_completions = lambda inputs: _grouped(score(inputs))  # type: ignore[method-assign]
-        try:
+        score = self._generate_and_score_completions
+        with replaced(self, "_generate_and_score_completions", lambda inputs: _grouped(score(inputs))):
             return _ungrouped(parent._prepare_inputs(generation_batch))
-        finally:
-            del self._generate_and_score_completions
-            if own is not None:  # somebody else's
-                setattr(self, name, own)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -10,6 +10,7 @@ from torch import nn
 
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.runtime import Ranks
+from harts_hf.trainers.replacing import replaced
 
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -67,7 +68,7 @@ class AccelerateRanks(Ranks):
         if self.count == 1:
             yield
             return
-        gather, own = self.accelerator.gather, vars(self.accelerator).get("gather")
+        gather = self.accelerator.gather
 
         def gather_ragged(tensor: Any) -> Any:
             if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
@@ -79,13 +80,8 @@ class AccelerateRanks(Ranks):
                 [part[:length] for part, length in zip(gather(padded).split(max(lengths)), lengths, strict=True)]
             )
 
-        self.accelerator.gather = gather_ragged
-        try:
+        with replaced(self.accelerator, "gather", gather_ragged):
             yield
-        finally:
-            del self.accelerator.gather
-            if own is not None:  # somebody else's
-                self.accelerator.gather = own
 
     def scoring_model(self, model: nn.Module) -> nn.Module:
         """DDP's inner module, since its forward may broadcast buffers; else the wrapped one."""

@@ -5,9 +5,9 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from harts_hf.rollouts.calls import Calls
 from harts_hf.rollouts.engines import Engine, SamplingSettings
 from harts_hf.rollouts.engines.opening import open_engine
 from harts_hf.rollouts.engines.vllm_server import VLLMServerEngine
@@ -31,7 +31,7 @@ from harts_hf.rollouts.gateway.server import Gateway
 from harts_hf.rollouts.gateway.sessions import Session
 from harts_hf.rollouts.gateway.turns import EngineTurns, LengthLimits, TurnSource
 from harts_hf.rollouts.gateway.vllm import VLLMChatTurns, VLLMFormat, VLLMServer
-from harts_hf.rollouts.salvage import saved_on_failure
+from harts_hf.rollouts.salvage import place_of_failures, saved_on_failure
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +119,7 @@ class AgentRolloutCollector:
         self._gateway: Gateway | None = None
         self._gateway_lock = threading.Lock()
         self._format: tuple[Any, ChatFormat] | None = None  # of the tokenizer
-        # By mode (training or not): the trainer's step, and the calls during it.
-        self._calls: dict[bool, tuple[int, int]] = {}
+        self._calls = Calls()
         self._num_failed_calls = 0  # in a row
         self._has_said_without_reward = False
         self.last_episodes: list[AgentEpisode] = []
@@ -161,7 +160,7 @@ class AgentRolloutCollector:
             read_before = engine.num_read_tokens
             sessions = self._open_sessions(len(prompts), self._source(trainer, engine), own)
             task_seeds = [task_seed(shared, group) for group in groups]
-            with saved_on_failure(lambda: file_rows(sessions, trees), *_place_of_failures(trainer)):
+            with saved_on_failure(lambda: file_rows(sessions, trees), *place_of_failures(trainer)):
                 self.last_episodes = self._play(prompts, trees, sessions, engine, task_seeds)
                 self.last_sampling_tokens = engine.num_read_tokens - read_before
                 return self._rows(self.last_episodes, trainer)
@@ -260,7 +259,7 @@ class AgentRolloutCollector:
 
     def _rows(self, episodes: list[AgentEpisode], trainer: Any) -> dict[str, Any]:
         self._check_failures(episodes, trainer)
-        # Without a reward nothing can be learned from what a failed agent sampled: it must not count as rows either.
+        # Without a reward nothing can be learned from what a failed agent sampled: its samples would only count as rows.
         trained = [
             (index, row)
             for index, episode in enumerate(episodes)
@@ -344,14 +343,9 @@ class AgentRolloutCollector:
             return self._gateway
 
     def _seeds(self, trainer: Any) -> tuple[int, ...]:
-        """What all seeds of a call depend on: the trainer's seed, its step, the mode, and the mode's calls during it.
-
-        An evaluation has calls of its own, so it does not change what is trained afterwards.
-        """
-        step, mode = trainer.state.global_step, bool(trainer.model.training)
-        before, calls = self._calls.get(mode, (-1, 0))
-        self._calls[mode] = step, calls + 1 if before == step else 0
-        return (trainer.args.seed, step, int(mode), self._calls[mode][1])
+        """What all seeds of a call depend on, on every process: the trainer's seed, and the call."""
+        step, is_training, call = self._calls.next(trainer)
+        return (trainer.args.seed, step, int(is_training), call)
 
 
 def agent_reward(*, agent_reward: list[float | None], **_: Any) -> list[float | None]:
@@ -373,9 +367,3 @@ def _reconnect(chat_format: ChatFormat, engine: Engine) -> None:
 def _group_size(trainer: Any) -> int:
     size = trainer.args.num_generations if trainer.model.training else trainer.num_generations_eval
     return int(size)
-
-
-def _place_of_failures(trainer: Any) -> tuple[Path, str]:
-    """The folder and the name of the file of what was sampled before a failure."""
-    name = f"step{trainer.state.global_step}-rank{trainer.accelerator.process_index}"
-    return Path(trainer.args.output_dir) / "salvaged", name
