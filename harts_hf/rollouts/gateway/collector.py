@@ -259,7 +259,7 @@ class AgentRolloutCollector:
 
     def _rows(self, episodes: list[AgentEpisode], trainer: Any) -> dict[str, Any]:
         self._check_failures(episodes, trainer)
-        # Without a reward nothing can be learned from what a failed agent sampled: its samples would only count as rows.
+        # Without a reward nothing can be learned from what a failed agent sampled: samples would only count as rows.
         trained = [
             (index, row)
             for index, episode in enumerate(episodes)
