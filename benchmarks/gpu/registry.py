@@ -213,3 +213,40 @@ STEP_ROWS = {
     "13": StepRow(13, "always", True, slow=True),
     "0-never": StepRow(0, "never", True, slow=True),
 }
+
+
+# ---- several GPUs ---------------------------------------------------------------------------------------------------
+
+
+class RanksRun(NamedTuple):
+    """Optimizer steps on groups of :data:`STEP_WORKLOAD`; ``phases`` are ``tree_execution:tree_placement``."""
+
+    backend: str
+    groups: tuple[int, ...]
+    phases: tuple[str, ...]
+    seconds: int = 120
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.backend == "one" else RANKS_DIVISOR
+
+
+RANKS_DIVISOR = 2  # processes of a run; all runs take the rows of a group that these divide, one process's too
+RANKS_MODEL, RANKS_BUDGET = "ling-3.0-tiny", 32768
+_FOUR, _EIGHT = (0, 1, 2, 3), tuple(range(8))
+_BOTH = ("replay:global", "auto:global")
+# In the order in which they are run, should time be short.
+RANKS_RUNS = {
+    "one-4": RanksRun("one", _FOUR, _BOTH, 150),
+    "fsdp2-4": RanksRun("fsdp2", _FOUR, (*_BOTH, "auto:local")),
+    "ddp-4": RanksRun("ddp", _FOUR, _BOTH),
+    "zero3-leaf-4": RanksRun("zero3-leaf", _FOUR, _BOTH),
+    "one-1": RanksRun("one", (1,), _BOTH),
+    "fsdp2-1": RanksRun("fsdp2", (1,), (*_BOTH, "auto:auto")),
+    "one-8": RanksRun("one", _EIGHT, _BOTH),
+    "fsdp2-8": RanksRun("fsdp2", _EIGHT, _BOTH),
+    "fsdp2-kept-4": RanksRun("fsdp2-kept", _FOUR, ("replay:global",)),
+    "zero3-4": RanksRun("zero3", _FOUR, ("replay:global",)),
+    "one-13": RanksRun("one", (13,), ("auto:global",)),
+    "fsdp2-13": RanksRun("fsdp2", (13,), ("auto:global",)),
+}

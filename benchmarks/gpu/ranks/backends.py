@@ -1,32 +1,48 @@
-"""TrainingArguments for each way of running several processes, and what its model is wrapped in."""
+"""``TrainingArguments`` for each way of running several processes."""
 
 from typing import Any
 
 LAYER = "BailingHybridDecoderLayer"
-WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPBailingHybridForCausalLM", "zero3": "DeepSpeedEngine"}
+# What the model of each is wrapped in.
+WRAPPERS = {
+    "ddp": "DistributedDataParallel",
+    "fsdp2": "FSDPBailingHybridForCausalLM",
+    "fsdp2-kept": "FSDPBailingHybridForCausalLM",
+    **dict.fromkeys(("zero1", "zero2", "zero3", "zero3-leaf"), "DeepSpeedEngine"),
+}
 
 
 def backend_options(backend: str, *, dry: bool) -> dict[str, Any]:
-    """Of ``one`` (a single process), ``ddp``, ``fsdp2``, or ``zero1`` to ``zero3``.
+    """Of "one" (a single process) or one of :data:`WRAPPERS`.
+
+    "fsdp2-kept" keeps a layer's parameters gathered from its forward to its backward. "zero3-leaf" gathers whole
+    layers, as FSDP2 does, where "zero3" gathers each module of a layer by itself.
 
     Raises:
         ValueError: another name.
     """
     if backend == "one":
         return {}
+    if backend not in WRAPPERS:
+        raise ValueError(f"expected one or {', '.join(WRAPPERS)}, got {backend!r}")
     if backend == "ddp":
         return {"ddp_find_unused_parameters": False}
-    if backend == "fsdp2":
-        settings = {"version": 2, "transformer_layer_cls_to_wrap": [LAYER], "reshard_after_forward": True}
+    if backend.startswith("fsdp2"):
+        settings = {
+            "version": 2,
+            "transformer_layer_cls_to_wrap": [LAYER],
+            "reshard_after_forward": backend == "fsdp2",
+        }
         return {"fsdp": "full_shard auto_wrap", "fsdp_config": settings}
-    if backend in ("zero1", "zero2", "zero3"):
-        return {"deepspeed": {
-            "zero_optimization": {"stage": int(backend[-1])},
-            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-            "bf16": {"enabled": not dry}, "gradient_clipping": 0.0,
-            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-        }}  # fmt: skip
-    raise ValueError(f"expected one, ddp, fsdp2 or zero1 to zero3, got {backend!r}")
+    zero: dict[str, Any] = {"stage": int(backend[4])}
+    if backend == "zero3-leaf":
+        zero["leaf_module"] = {"classes": [LAYER]}
+    return {"deepspeed": {
+        "zero_optimization": zero,
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "bf16": {"enabled": not dry}, "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+    }}  # fmt: skip
 
 
 def allow_fsdp_on_cpu() -> None:

@@ -1,51 +1,43 @@
-"""Run by torchrun, or alone: optimizer steps of ``TreeGRPOTrainer`` on some groups, in one phase after another.
+"""Optimizer steps of ``TreeGRPOTrainer`` on this process's part of some groups, in one phase after another.
 
-A phase is a way of running the same steps (execution, placement): one step that is not timed, then some that are. Ranks
-leave the seconds of each step, and of its forwards and backwards, the slowest rank's; rank 0 writes them with what the
-trainer logged.
+A phase is a way of running the same steps (execution, placement): one step that is not timed, then some that are.
 """
 
-import json
 import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch as replaced
 
-import numpy as np
 import torch
 from datasets import Dataset
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback
 
-from benchmarks.gpu import record
 from benchmarks.gpu.ranks.backends import WRAPPERS, allow_fsdp_on_cpu, backend_options
-from benchmarks.gpu.registry import SEED
+from benchmarks.gpu.ranks.rows import Rows
 from benchmarks.gpu.whole import rollouts
-from benchmarks.gpu.whole.step import RUNS, build, group, synchronise
+from benchmarks.gpu.whole.step import RUNS, build, synchronise
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.runtime import WindowRun
 
-WARM, TIMED = 1, 2
-DRY_TOKENS, DRY_ROWS, DRY_BUDGET = 160, 6, 512
+WARM, TIMED = 1, 3
+DRY_BUDGET = 128
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Phase:
     """A way of running the steps.
 
     Attributes:
-        name: of the phase.
         execution: ``tree_execution``.
         placement: ``tree_placement``.
         apply: called with the trainer on entry; what it returns, if anything, on leaving.
     """
 
-    name: str
     execution: str = "replay"
     placement: str = "auto"
     apply: Callable[[Any], Callable[[], None] | None] = lambda trainer: None
@@ -58,49 +50,13 @@ class Phase:
         return self.apply(trainer) or (lambda: None)
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Trajectories of random tokens in the shapes of some groups, and how many last tokens of each are scored.
-
-    Attributes:
-        tokens: of every trajectory, group after group; as many as the processes divide.
-        scored: of each.
-    """
-
-    tokens: list[np.ndarray]
-    scored: list[int]
-
-    @classmethod
-    def of(cls, shapes: Path, groups: Sequence[int], vocab: int, world: int, *, dry: bool) -> "Rows":
-        """Groups share no prefix: each token is moved by its group's number, and stays within the vocabulary."""
-        tokens: list[np.ndarray] = []
-        scored: list[int] = []
-        for place, number in enumerate(groups):
-            trajectories, own = group(shapes, number, vocab)
-            if dry:
-                trajectories, own = [one[:DRY_TOKENS] for one in trajectories[:DRY_ROWS]], [20] * DRY_ROWS
-            tokens += [2 + (one - 2 + place) % (vocab - 2) for one in trajectories]
-            scored += own
-        keep = len(tokens) - len(tokens) % world
-        return cls(tokens[:keep], scored[:keep])
-
-    def of_rank(self, rank: int, world: int) -> dict[str, list[Any]]:
-        """What a rollout function of one rank answers: its part of the rows, one after another."""
-        mine = slice(rank * len(self.tokens) // world, (rank + 1) * len(self.tokens) // world)
-        pairs = list(zip(self.tokens[mine], self.scored[mine], strict=True))
-        return {
-            "prompt_ids": [one[:-own].tolist() for one, own in pairs],
-            "completion_ids": [one[-own:].tolist() for one, own in pairs],
-            "logprobs": [[-1.0] * own for _, own in pairs],
-        }
-
-
 class Steps(TrainerCallback):
     """Walks through the phases, and times.
 
     Attributes:
         seconds: of every step.
         inside: of every step's forwards and backwards.
+        ops: of every step, what the cost model says of each forward and backward that ran here, in order.
         peaks: bytes allocated at most, of every step.
     """
 
@@ -109,8 +65,10 @@ class Steps(TrainerCallback):
         self.trainer: Any = None
         self.seconds: list[float] = []
         self.inside: list[float] = []
+        self.ops: list[list[float]] = []
         self.peaks: list[int] = []
         self._runs: list[float] = []
+        self._run: Any = None
         self._leave: Callable[[], None] = lambda: None
 
     def phase_of(self, step: int) -> Phase:
@@ -121,7 +79,7 @@ class Steps(TrainerCallback):
         if step % (WARM + TIMED) == 0:
             self._leave()
             self._leave = self.phase_of(step).enter(self.trainer)
-        self._runs = []
+        self._runs, self._run = [], None
         synchronise(self.dry)
         if not self.dry:
             torch.cuda.reset_peak_memory_stats()
@@ -133,6 +91,8 @@ class Steps(TrainerCallback):
         synchronise(self.dry)
         self.seconds.append(time.perf_counter() - self._begun)
         self.inside.append(sum(self._runs))
+        part = self._run.window.part
+        self.ops.append([part.op_seconds(op) for op in self._run._ops])
         self.peaks.append(0 if self.dry else torch.cuda.max_memory_allocated())
 
     def watching(self) -> ExitStack:
@@ -149,6 +109,7 @@ class Steps(TrainerCallback):
             found = run(*args, **kwargs)
             synchronise(self.dry)
             self._runs.append(time.perf_counter() - begun)
+            self._run = args[0]
             return found
 
         return watched
@@ -186,7 +147,7 @@ def train(
             tree_max_tokens_per_microbatch=budget, tree_sharing="always",
         )  # fmt: skip
         args = TreeGRPOConfig(**{**arguments, **backend_options(backend, dry=dry), **(options or {})})
-        if dry and backend == "fsdp2":
+        if dry and backend.startswith("fsdp2"):
             allow_fsdp_on_cpu()
         trainer = TreeGRPOTrainer(
             model, reward, args=args, rollout_func=lambda prompts, trainer: answer,
@@ -201,58 +162,3 @@ def train(
     if backend in WRAPPERS and wrapper != WRAPPERS[backend]:
         raise RuntimeError(f"expected {WRAPPERS[backend]} around the model of {backend}, got {wrapper}")
     return trainer, steps
-
-
-def slowest(values: list[float]) -> list[float]:
-    """The largest of each over the ranks."""
-    if not torch.distributed.is_initialized():
-        return values
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, values)
-    return [max(ranks) for ranks in zip(*found, strict=True)]
-
-
-def summaries(trainer: Any, steps: Steps) -> list[dict[str, Any]]:
-    """One for each phase; a collective."""
-    seconds, inside, peaks = slowest(steps.seconds), slowest(steps.inside), slowest(steps.peaks)  # type: ignore
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    found = []
-    for place, phase in enumerate(steps.phases):
-        first, end = place * (WARM + TIMED), (place + 1) * (WARM + TIMED)
-        log = logs[end - 1]
-        found.append({
-            "phase": phase.name, "execution": phase.execution, "placement": phase.placement,
-            "seconds": min(seconds[first + WARM : end]), "seconds_of_steps": seconds[first:end],
-            "forward_backward_seconds": min(inside[first + WARM : end]),
-            "forward_backward_seconds_of_steps": inside[first:end],
-            "peak_memory": max(peaks[first + WARM : end]),
-            **{name: log.get(name) for name in ("loss", "entropy", "grad_norm")},
-            "tree": {name: value for name, value in log.items() if name.startswith("tree/")},
-        })  # fmt: skip
-    return found
-
-
-def main(options: Any) -> None:
-    """One backend."""
-    dry, world = options.dry_run, int(os.environ.get("WORLD_SIZE", 1))
-    torch.manual_seed(SEED)
-    if not dry:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    model = built(options.what, dry=dry)
-    rows = Rows.of(options.shapes, options.groups, model.config.vocab_size, options.divides or world, dry=dry)
-    phases = [Phase(name=" ".join(pair.split(":")), execution=pair.split(":")[0], placement=pair.split(":")[1])
-              for pair in options.phases]  # fmt: skip
-    trainer, steps = train(model, rows, phases, options.backend, DRY_BUDGET if dry else options.budget, dry=dry)
-    found = summaries(trainer, steps)
-    if int(os.environ.get("RANK", 0)) == 0:
-        result = {
-            **record.about(), "model": options.what, "backend": options.backend, "world": world,
-            "groups": options.groups, "trajectories": len(rows.tokens), "tokens": sum(map(len, rows.tokens)),
-            "max_tokens_per_microbatch": options.budget, "phases": found,
-        }  # fmt: skip
-        record.write(options.out, result)
-        for one in found:
-            print(json.dumps({name: value for name, value in one.items() if name != "tree"}), flush=True)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        os._exit(0)  # nothing is left to do, and tearing down backends aborts now and then
