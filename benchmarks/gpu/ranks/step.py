@@ -144,7 +144,7 @@ def train(
             save_strategy="no", report_to="none", bf16=not dry, use_cpu=dry, disable_tqdm=True,
             gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False},
             dataloader_pin_memory=False, max_grad_norm=0.0, router_aux_loss_coef=0.0, beta=0.0,
-            tree_max_tokens_per_microbatch=budget, tree_sharing="always",
+            tree_max_tokens_per_microbatch=budget, tree_sharing="auto",
         )  # fmt: skip
         args = TreeGRPOConfig(**{**arguments, **backend_options(backend, dry=dry), **(options or {})})
         if dry and backend.startswith("fsdp2"):
