@@ -22,6 +22,7 @@ from benchmarks.gpu.ranks.rows import Rows
 from benchmarks.gpu.whole import rollouts
 from benchmarks.gpu.whole.step import RUNS, build, synchronise
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
+from harts_hf.planner.execution import DUMMY
 from harts_hf.runtime import WindowRun
 
 WARM, TIMED = 1, 3
@@ -91,8 +92,7 @@ class Steps(TrainerCallback):
         synchronise(self.dry)
         self.seconds.append(time.perf_counter() - self._begun)
         self.inside.append(sum(self._runs))
-        part = self._run.window.part
-        self.ops.append([part.op_seconds(op) for op in self._run._ops])
+        self.ops.append(estimates(self._run))
         self.peaks.append(0 if self.dry else torch.cuda.max_memory_allocated())
 
     def watching(self) -> ExitStack:
@@ -113,6 +113,13 @@ class Steps(TrainerCallback):
             return found
 
         return watched
+
+
+def estimates(run: Any) -> list[float]:
+    """What the cost model says of each op that a rank ran, dummies too."""
+    schedule, rank = run.window.schedule, run.window.rank
+    numbers = [one.id for one in schedule.microbatches if rank is None or one.rank == rank]
+    return [schedule.op_seconds((kind, DUMMY if index == DUMMY else numbers[index])) for kind, index in run._ops]
 
 
 def built(name: str, *, dry: bool) -> nn.Module:
