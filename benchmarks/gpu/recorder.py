@@ -67,7 +67,8 @@ def collect_ranks(part: dict) -> dict:
 
 def extend_ranks(old: dict, new: dict) -> dict:
     """``new`` with the rows that only ``old`` has."""
-    return {**old, **new, "rows": _extended(old, new, lambda row: (row["run"], row["execution"], row["placement"]))}
+    names = ("run", "execution", "placement", "variant")
+    return {**old, **new, "rows": _extended(old, new, lambda row: tuple(row[name] for name in names))}
 
 
 def _extended(old: dict, new: dict, key: Callable[[dict], tuple]) -> list[dict]:

@@ -1,5 +1,7 @@
 """``TrainingArguments`` for each way of running several processes."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 LAYER = "BailingHybridDecoderLayer"
@@ -51,3 +53,29 @@ def allow_fsdp_on_cpu() -> None:
     from accelerate.utils import DistributedType
 
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def _plain(trainer: Any) -> Callable[[], None]:
+    return lambda: None
+
+
+def _reduced_last(trainer: Any) -> Callable[[], None]:
+    """FSDP2 reduces in a step's last backward only: until then each rank adds up whole gradients in bf16."""
+    ranks, model = trainer._tree.ranks, trainer.model_wrapped
+
+    @contextmanager
+    def around(wrapped: Any, outputs: Any, *, is_last: bool, follows: bool) -> Iterator[None]:
+        model.set_requires_gradient_sync(is_last)
+        with type(ranks).around_backward(ranks, wrapped, outputs, is_last=is_last, follows=follows):
+            yield
+
+    def leave() -> None:
+        del ranks.around_backward
+        model.set_requires_gradient_sync(True)
+
+    ranks.around_backward = around
+    return leave
+
+
+# Ways of running a backend that the package does not choose: each is entered with a trainer, and answers how to leave.
+VARIANTS: dict[str, Callable[[Any], Callable[[], None]]] = {"plain": _plain, "reduced-last": _reduced_last}

@@ -26,7 +26,7 @@ def differences(row: dict, one: dict) -> dict[str, float]:
 
 def same_metrics(row: dict, one: dict) -> bool:
     """Whether each metric is one GPU's within bf16 noise."""
-    return all(not value > LIMITS[name] for name, value in differences(row, one).items())
+    return all(value <= LIMITS[name] for name, value in differences(row, one).items())
 
 
 def gain(row: dict, one: dict) -> dict[str, Any]:
@@ -35,7 +35,8 @@ def gain(row: dict, one: dict) -> dict[str, Any]:
     speedup = one["forward_backward_seconds"] / row["forward_backward_seconds"]
     estimated = one["estimated_seconds"] / row["estimated_seconds"]
     return {
-        "over": f"{one['execution']} on one",
+        "over": one["execution"],
+        "same_execution": (one["execution"], one["scoring_skipped"]) == (row["execution"], row["scoring_skipped"]),
         "speedup": speedup,
         "step_speedup": one["seconds"] / row["seconds"],
         "estimated_speedup": estimated,

@@ -17,7 +17,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback
 
-from benchmarks.gpu.ranks.backends import WRAPPERS, allow_fsdp_on_cpu, backend_options
+from benchmarks.gpu.ranks.backends import VARIANTS, WRAPPERS, allow_fsdp_on_cpu, backend_options
 from benchmarks.gpu.ranks.rows import Rows
 from benchmarks.gpu.whole import rollouts
 from benchmarks.gpu.whole.step import RUNS, build, synchronise
@@ -36,19 +36,19 @@ class Phase:
     Attributes:
         execution: ``tree_execution``.
         placement: ``tree_placement``.
-        apply: called with the trainer on entry; what it returns, if anything, on leaving.
+        variant: of :data:`benchmarks.gpu.ranks.backends.VARIANTS`.
     """
 
     execution: str = "replay"
     placement: str = "auto"
-    apply: Callable[[Any], Callable[[], None] | None] = lambda trainer: None
+    variant: str = "plain"
 
     def enter(self, trainer: Any) -> Callable[[], None]:
-        """Sets the trainer; the answer undoes what :attr:`apply` did."""
+        """Sets the trainer; the answer undoes what the variant did."""
         tree = trainer._tree
         tree.planner = replace(tree.planner, config=replace(tree.planner.config, execution=self.execution))
         trainer.args.tree_placement = self.placement
-        return self.apply(trainer) or (lambda: None)
+        return VARIANTS[self.variant](trainer)
 
 
 class Steps(TrainerCallback):

@@ -39,7 +39,7 @@ def summaries(trainer: Any, steps: Steps) -> list[dict[str, Any]]:
         timed, log = slice(first + WARM, end), logs[end - 1]
         tree = {name.removeprefix("tree/"): value for name, value in log.items() if name.startswith("tree/")}
         found.append({
-            "execution": phase.execution, "placement": phase.placement,
+            "execution": phase.execution, "placement": phase.placement, "variant": phase.variant,
             "scoring_skipped": bool(tree["scoring_skipped"]), "ops": len(steps.ops[end - 1]),
             "seconds": statistics.median(seconds[timed]), "seconds_of_steps": seconds[first:end],
             "forward_backward_seconds": statistics.median(inside[timed]),
