@@ -9,7 +9,12 @@ import numpy as np
 
 from benchmarks.gpu.whole.step import group
 
-DRY_TOKENS, DRY_ROWS = 160, 6
+DRY_TOKENS, DRY_OWN, DRY_ROWS = 160, 30, 6
+
+
+def _cut(tokens: np.ndarray) -> np.ndarray:
+    """Its first tokens, which others share, and its last ones, which they do not."""
+    return np.concatenate([tokens[: DRY_TOKENS - DRY_OWN], tokens[-DRY_OWN:]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +37,7 @@ class Rows:
         for place, number in enumerate(groups):
             trajectories, own = group(shapes, number, vocab)
             if dry:
-                trajectories, own = [one[:DRY_TOKENS] for one in trajectories[:DRY_ROWS]], [20] * DRY_ROWS
+                trajectories, own = [_cut(one) for one in trajectories[:DRY_ROWS]], [20] * DRY_ROWS
             tokens += [2 + (one - 2 + place) % (vocab - 2) for one in trajectories]
             scored += own
         keep = len(tokens) - len(tokens) % world
