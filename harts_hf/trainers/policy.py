@@ -164,6 +164,8 @@ class TreePolicy:
             slices = [replace(one, batch=batch) for one, batch in zip(slices, _on_cpu(slices), strict=True)]
         self._inner = {id(one): self._unwrapped(one) for one in (model, self.trainer.model)}
         try:
+            with self.ranks.together():
+                self._check_keys([one.batch for one in slices])
             self.totals = self._totals([one.batch for one in slices])
             reasons = [self._reason_to_score(one) for one in slices]
             reason = next((found for found in reasons if found is not None), None)
@@ -200,15 +202,15 @@ class TreePolicy:
             self._leaves = before
 
     def _totals(self, batches: list[dict[str, Any]]) -> StepTotals | None:
+        return StepTotals.of(batches, self.ranks) if any(WEIGHTS in batch for batch in batches) else None
+
+    def _check_keys(self, batches: list[dict[str, Any]]) -> None:
         with_episodes = [WEIGHTS in batch for batch in batches]
-        if not any(with_episodes):
-            return None
-        if not all(with_episodes):
+        if any(with_episodes) and not all(with_episodes):
             raise ValueError(
                 "expected the key 'episode' from all calls of the rollout function within an optimizer step or from "
                 f"none, got it for {sum(with_episodes)} of {len(batches)} micro-steps"
             )
-        return StepTotals.of(batches, self.ranks)
 
     def _slice_leaves(self, batch: dict[str, Any], values: Leaves) -> SliceLeaves:
         return SliceLeaves(
@@ -225,7 +227,8 @@ class TreePolicy:
         return self.trainer.accelerator.unwrap_model(model) if known is None else known
 
     def _update(self, model: nn.Module, device: Any) -> TreeUpdate:
-        return TreeUpdate(model, self.planner, self.options, ranks=self.ranks, device=device)
+        placement = self.trainer.args.tree_placement
+        return TreeUpdate(model, self.planner, self.options, ranks=self.ranks, device=device, placement=placement)
 
     def _loss_device(self, slices: list[TRLSlice]) -> str | None:
         """The CPU for TRL's own losses on one process (its metrics are collectives otherwise) and batches of a size
