@@ -91,6 +91,7 @@ def run(case: str, folder: Path) -> dict:
     """Trains one case; what this rank has afterwards."""
     from support import recorded
     from support.models import tiny_model
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from trl import GRPOConfig, GRPOTrainer
 
     from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
@@ -105,6 +106,7 @@ def run(case: str, folder: Path) -> dict:
     config_class, trainer_class = (
         (GRPOConfig, GRPOTrainer) if kind == "stock" else (TreeGRPOConfig, TreeGRPOTrainer)
     )
+    unset_hf_deepspeed_config()  # of the case before
     model = tiny_model(family, seed=1)  # before the arguments, which would have ZeRO-3 take it over
     torch.manual_seed(0)
     config = config_class(**arguments)
