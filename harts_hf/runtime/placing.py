@@ -1,6 +1,6 @@
 """Which trajectories an update's window holds: all ranks' (global placement), or this rank's own (local)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -42,7 +42,7 @@ class Placed:
 def place(
     planner: WindowPlanner,
     own: Sequence[IntArray],
-    stand_in: IntArray,
+    stand_in: Callable[[], IntArray],
     ranks: Ranks,
     *,
     choice: PlacementChoice,
@@ -56,7 +56,7 @@ def place(
     Args:
         planner: of one rank.
         own: this rank's trajectories.
-        stand_in: what is run if no rank has any (or, in local placement, this one has none).
+        stand_in: gives what is run if no rank has any (or, in local placement, this one has none).
         ranks: the processes.
         choice: of the placement.
         can_skip_scoring: whether the nested execution may run without a scoring pass.
@@ -68,22 +68,23 @@ def place(
     """
     if ranks.count == 1:
         chosen = planner.with_execution_chosen(can_skip_scoring=can_skip_scoring)
-        return Placed(window=chosen(own or [stand_in]), planner=chosen, first=0, placement="local")
+        return Placed(window=chosen(own or [stand_in()]), planner=chosen, first=0, placement="local")
     planners = _planners(planner, can_skip_scoring)
     if choice == "local":
-        return _placed_locally(planners, own or [stand_in], ranks)[0]
+        return _placed_locally(planners, own or [stand_in()], ranks)[0]
     everyone = ranks.gather_arrays(own)
     first = sum(map(len, everyone[: ranks.index]))
-    together = [tokens for part in everyone for tokens in part] or ranks.gather_arrays([stand_in])[0]
+    together = [tokens for part in everyone for tokens in part] or ranks.gather_arrays([stand_in()])[0]
     with ranks.together():
         tree = RolloutTree.from_trajectories(together)
         found = [(one, one(tree, rank=ranks.index)) for one in (_for_ranks(one, ranks.count) for one in planners)]
     used, window = min(found, key=lambda pair: pair[1].schedule.estimated_seconds)
     seconds = window.schedule.estimated_seconds + exchange_seconds(tree.num_tokens)
     if choice == "auto" and planner.config.sharing != "always":
-        least = min(_least_seconds(own or [stand_in], one.config) for one in planners)
+        alone = own or [stand_in()]
+        least = min(_least_seconds(alone, one.config) for one in planners)
         if seconds > _agreed(ranks, least):  # else no local plan can be faster
-            local, local_seconds = _placed_locally(planners, own or [stand_in], ranks)
+            local, local_seconds = _placed_locally(planners, alone, ranks)
             if _agreed(ranks, local_seconds) < _agreed(ranks, seconds):
                 return local
     check_same_plan(window.schedule, names, ranks)

@@ -183,7 +183,7 @@ class TreeUpdate:
         placed = place(
             self.planner,
             [tokens for part in trajectories for tokens in part],
-            rows[0].stand_in(),
+            rows[0].stand_in,
             ranks,
             choice=self.placement,
             can_skip_scoring=needed_by is None,

@@ -1,0 +1,178 @@
+"""Ranks that share one forest give, together, the gradient of the mean of their losses; ranks are threads here."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from support.models import VOCAB, tiny_model
+from support.oracle import assert_gradients_close, float64_everywhere, gradients, trajectory_log_probs
+from support.parity import GRADIENT_TOLERANCE
+from support.ranks import on_ranks
+from support.schedules import random_placement
+from support.trees import branching, random_trajectories
+from torch import nn
+
+from harts_hf import PlannerConfig, patch, unpatch
+from harts_hf.modeling import RowValue, Sum, add_output
+from harts_hf.runtime import OtherRankError, TreeUpdate, TreeWindow, WindowPlanner, WindowRun, placing, window
+from harts_hf.tree import RolloutTree
+
+PLANNER = PlannerConfig(max_tokens_per_microbatch=64, sharing="always")
+VALUE = RowValue(name="value", module="critic")
+SQUARES = Sum(
+    name="squares",
+    compute=lambda output, one: (output.last_hidden_state[0] ** 2 * one.batch.occurrence_counts[0][:, None]).sum(0),
+)
+
+
+class Rows:
+    """Trajectories of a slice: log-probs and entropies of every token but the first, values of every token."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def trajectories(self):
+        """Some or none."""
+        return list(self.rows)
+
+    def stand_in(self):
+        """Of a rank without any."""
+        return np.array([3, 4, 5])
+
+    def index(self, paths):
+        """``[B, L]``, -1 after the end of a row."""
+        table = np.full((len(paths), max(map(len, paths), default=1)), -1)
+        for row, path in zip(table, paths, strict=True):
+            row[: len(path)] = path
+        scored = table.copy()
+        scored[:, 0] = -1
+        return {"log_prob": scored, "entropy": scored, "value": table}
+
+
+def actor_critic(rows, values):
+    """Derivatives depend on values."""
+    return (values["log_prob"] ** 2).sum() / 50 + (values["value"] - 0.3)[:, ::2].square().sum() / 20
+
+
+def supervised(rows, values):
+    """Derivatives depend on none; 0 without rows."""
+    return -values["log_prob"].sum() / max(1, sum(len(row) - 1 for row in rows))
+
+
+def of_sums(rows, values):
+    """A part of the window's sum, by the slice's share of rows."""
+    return (values["log_prob"] ** 2).sum() / 50 + len(rows) * (values["squares"] ** 2).sum() / 1e4
+
+
+def new_model(family="qwen3_5_text"):
+    """float64, with a value head and a sum."""
+    model = tiny_model(family, dtype=torch.float64)
+    model.critic = nn.Linear(model.config.hidden_size, 1, dtype=torch.float64)
+    return model
+
+
+def patched(model):
+    """A patched copy with its outputs."""
+    model = patch(copy.deepcopy(model))
+    add_output(model, VALUE)
+    add_output(model, SQUARES)
+    return model
+
+
+def parts(count):
+    """Two ragged slices of each rank; groups straddle ranks, and rank 1 of three has nothing."""
+    rows = branching(65, vocab=VOCAB)
+    others = random_trajectories(3, vocab=VOCAB, count=5)
+    if count == 2:
+        return [[rows[:3], rows[3:5]], [rows[5:] + others[:2], others[2:]]]
+    return [[rows[:2], rows[2:]], [[], []], [others, [rows[0][:2]]]]
+
+
+def losses_of_stock(model, loss, slices):
+    """The mean over ranks of the losses on the unpatched model, one trajectory at a time."""
+    longest = [max((len(row) for row in rows), default=1) for part in slices for rows in part]
+    hidden = {}
+
+    def state(row):
+        key = tuple(row.tolist())
+        if key not in hidden:
+            ids = torch.from_numpy(row)[None]
+            hidden[key] = model.model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        return hidden[key]
+
+    everything = [row for part in slices for rows in part for row in rows]
+    squares = sum((state(row) ** 2).sum(0) for row in everything)
+    total = 0.0
+    for rows, width in zip([rows for part in slices for rows in part], longest, strict=True):
+        values = {name: torch.zeros(len(rows), width, dtype=torch.float64) for name in ("log_prob", "value")}
+        for number, row in enumerate(rows):
+            pad = (0, width - len(row))
+            values["log_prob"][number] = nn.functional.pad(trajectory_log_probs(model, row), (1, width - len(row)))
+            values["value"][number] = nn.functional.pad(model.critic(state(row))[:, 0], pad)
+        total = total + loss(rows, {**values, "squares": squares})
+    return total / len(slices)
+
+
+def expected(loss, slices, family="qwen3_5_text"):
+    """Gradients by the unpatched model; the loss is padded as the slices' index pads."""
+    model = new_model(family)
+    with float64_everywhere(model):
+        losses_of_stock(model, loss, slices).backward()
+    return gradients(model)
+
+
+def run_on_ranks(loss, slices, *, family="qwen3_5_text", planner=PLANNER, **options):
+    """Reports and the mean over ranks of the gradients."""
+    start = new_model(family)
+    models = [patched(start) for _ in slices]
+    placement = options.pop("placement", "global")
+
+    def work(ranks):
+        update = TreeUpdate(
+            models[ranks.index], WindowPlanner(config=planner), ranks=ranks, placement=placement
+        )
+        return update.run(slices[ranks.index], Rows, loss, **options)
+
+    with float64_everywhere(start):
+        reports = on_ranks(len(slices), work)
+    for report in reports:
+        if isinstance(report, Exception):
+            raise report
+    for model in models:
+        unpatch(model)
+    found = [gradients(model) for model in models]
+    return reports, {name: sum(one[name] for one in found) / len(found) for name in found[0]}
+
+
+CASES = [
+    ("actor_critic", actor_critic, {"names": ("log_prob", "value")}),
+    ("supervised", supervised, {"names": ("log_prob",), "unscored": "always"}),
+    ("probed", supervised, {"unscored": "probe"}),
+    ("sums", of_sums, {"names": ("log_prob", "squares")}),
+]
+
+
+@pytest.mark.parametrize(("name", "loss", "options"), CASES, ids=[name for name, *_ in CASES])
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("planned", ["planned", "random"])
+def test_one_forest(planned, count, name, loss, options, monkeypatch):
+    """Gradients are the mean of the ranks' losses', whoever computes what; all ranks see one plan."""
+    if planned == "random":
+        seed = len(name)
+
+        def at_random(tree, config):
+            execution = "nested" if config.execution == "nested" else "replay"
+            return random_placement(tree, seed, execution, config.world_size)
+
+        monkeypatch.setattr(window, "plan_window", at_random)
+    slices = parts(count)
+    reports, found = run_on_ranks(loss, slices, **options)
+    assert_gradients_close(found, expected(loss, slices), GRADIENT_TOLERANCE)
+    rows = RolloutTree.from_trajectories([row for part in slices for rows in part for row in rows])
+    for report in reports:
+        assert report.placement == "global" and report.window.rollout_tree.num_tokens == rows.num_tokens
+        assert report.scoring_skipped == (options.get("unscored", "never") != "never" and planned == "random") or (
+            report.window.schedule.execution in ("nested", "replay")
+        )
+    assert len({report.window.schedule.to_json() for report in reports}) == 1
