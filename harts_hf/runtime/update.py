@@ -211,8 +211,7 @@ class TreeUpdate:
         shared = ranks if placed.placement == "global" else Ranks()
         coefficients = None
         if needed_by is None and window.schedule.execution == "nested" and self._is_cut(window):
-            with probing():
-                coefficients = self._known_coefficients(job, shared, compare=unscored == "probe")
+            coefficients = self._known_coefficients(job, shared, probing, compare=unscored == "probe")
             needed_by = None if coefficients is not None else "loss_of_log_probs"
         if coefficients is None:
             total, difference = self._scored(job, shared, seconds)
@@ -247,9 +246,11 @@ class TreeUpdate:
         """Whether any rank has several microbatches."""
         return self.ranks.agree(len(window.batches))[0] > 1
 
-    def _known_coefficients(self, job: "_Job", shared: Ranks, *, compare: bool) -> TreeValues | None:
+    def _known_coefficients(
+        self, job: "_Job", shared: Ranks, probing: Callable[[], AbstractContextManager[object]], *, compare: bool
+    ) -> TreeValues | None:
         """The derivatives of all losses on the window before any value is known, or None on every rank."""
-        with self.ranks.together():
+        with self.ranks.together(), probing():
             found = job.coefficients_of_placeholders(compare=compare)
         (unknown,) = self.ranks.agree(int(found is None))
         if unknown or found is None:

@@ -47,10 +47,7 @@ class TreeWindow:
         vocab_size: int | None = None,
         rank: int | None = None,
     ) -> None:
-        if isinstance(trajectories, RolloutTree):
-            tree = trajectories
-        else:
-            tree = RolloutTree.from_trajectories(trajectories)
+        tree = trajectories if isinstance(trajectories, RolloutTree) else RolloutTree.from_trajectories(trajectories)
         if vocab_size is not None and tree.token_ids.max() >= vocab_size:
             token = int(tree.token_ids.max())
             index = next(i for i in range(tree.num_trajectories) if token in tree.token_ids[tree.path(i)])

@@ -231,12 +231,10 @@ class TreePolicy:
         return TreeUpdate(model, self.planner, self.options, ranks=self.ranks, device=device, placement=placement)
 
     def _loss_device(self, slices: list[TRLSlice]) -> str | None:
-        """The CPU for TRL's own losses on one process (its metrics are collectives otherwise) and batches of a size
-        that a CPU is quick at: on a GPU a loss is a hundred launches, and a wait for each metric. None elsewhere."""
+        """The CPU for TRL's own losses and batches of a size that a CPU is quick at: on a GPU a loss is a hundred
+        launches, and a wait for each metric. None elsewhere."""
         largest = max(v.numel() for one in slices for v in one.batch.values() if isinstance(v, torch.Tensor))
-        return (
-            "cpu" if self.ranks.count == 1 and largest <= MOST_ON_CPU and not has_custom_loss(self.trainer) else None
-        )
+        return "cpu" if largest <= MOST_ON_CPU and not has_custom_loss(self.trainer) else None
 
     def _reason_to_score(self, one: TRLSlice) -> str | None:
         assert self._settings is not None
@@ -264,11 +262,12 @@ class TreePolicy:
 
     @contextmanager
     def _without_metrics(self) -> Iterator[None]:
-        """Drops what TRL's loss logs."""
+        """Drops what TRL's loss logs, and spares the other ranks its collectives: all that they serve is logged."""
         metrics = self.trainer._metrics["train"]
         kept = {name: list(values) for name, values in metrics.items()}
         try:
-            yield
+            with self.ranks.unmeasured():
+                yield
         finally:
             metrics.clear()
             metrics.update(kept)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +21,9 @@ DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 # What a rank says where ranks meet; a place deeper inside says another number.
 FAILED, CALLS, DONE, PLACES = 0, 1, 2, 3
+# Numbers that travel with it, enough for what TRL's losses gather: fewer collectives, and of one shape everywhere.
+ROOM = 64
+EXACT = 2**53  # what float64 holds
 
 
 def check_backend(accelerator: Any, execution: str) -> None:
@@ -106,7 +109,7 @@ class AccelerateRanks(Ranks):
         except Exception as error:
             if error is not self._told:
                 self._told = error
-                self._meet(FAILED, f"{type(error).__name__}: {error}")
+                self._meet(FAILED, text=f"{type(error).__name__}: {error}")
             raise
         else:
             self._meet(PLACES * self._depth + DONE)
@@ -115,21 +118,44 @@ class AccelerateRanks(Ranks):
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Inside, ranks meet before the accelerator's collectives: TRL's losses gather metrics on the way."""
-        with ExitStack() as stack:
-            for name in ("gather", "reduce"):
-                stock = getattr(self.accelerator, name)
+        """Inside, what the accelerator gathers and reduces travels by :meth:`_meet`: TRL's losses gather metrics."""
+        stock_gather, stock_reduce = self.accelerator.gather, self.accelerator.reduce
 
-                def watched(*args: Any, stock: Any = stock, **kwargs: Any) -> Any:
-                    self._meet(PLACES * self._depth + CALLS)
-                    return stock(*args, **kwargs)
+        def gathered(tensor: Any) -> Any:
+            rows = self._meet(PLACES * self._depth + CALLS, tensor)
+            if rows is None:  # NCCL has no CPU, where the loss may run
+                return self._on_device(stock_gather(self._on_device(tensor)), like=tensor)
+            return torch.cat([torch.atleast_1d(row) for row in rows])
 
-                stack.enter_context(replaced(self.accelerator, name, watched))
+        def reduced(tensor: Any, reduction: str = "sum", **kwargs: Any) -> Any:
+            rows = self._meet(PLACES * self._depth + CALLS, tensor if reduction == "sum" and not kwargs else None)
+            if rows is None:
+                return self._on_device(
+                    stock_reduce(self._on_device(tensor), reduction=reduction, **kwargs), like=tensor
+                )
+            return torch.stack([row.double() for row in rows]).sum(dim=0).to(rows[0])
+
+        with replaced(self.accelerator, "gather", gathered), replaced(self.accelerator, "reduce", reduced):
             yield
 
-    def _meet(self, code: int, text: str = "") -> None:
-        """Where ranks that go on find out about one that does not."""
-        codes = [int(found) for found in self._raw(lambda: gather(self._on_device(torch.tensor([code]))))]
+    def _meet(self, code: int, tensor: Any = None, text: str = "") -> list[torch.Tensor] | None:
+        """Where ranks that go on find out about one that does not.
+
+        Args:
+            code: what this rank does.
+            tensor: what it brings.
+            text: its error.
+
+        Returns:
+            The tensors of all ranks as this one's is typed and placed, or None if one is no tensor or too large.
+        """
+        own = torch.full((ROOM,), -1.0, dtype=torch.float64)
+        own[0] = code
+        if _fits(tensor):
+            own[1] = tensor.numel()
+            own[2 : 2 + tensor.numel()] = tensor.detach().reshape(-1)
+        rows = gather(self._on_device(own)[None]).cpu()
+        codes, sizes = rows[:, 0].long().tolist(), rows[:, 1].long().tolist()
         failed = [rank for rank, found in enumerate(codes) if found == FAILED]
         if failed:
             self._depth, depth = 0, self._depth
@@ -142,6 +168,11 @@ class AccelerateRanks(Ranks):
                 f"expected equally many collectives in the losses of all {self.count} processes, got another one on "
                 f"process {next(rank for rank, found in enumerate(codes) if found != codes[0])} than on process 0"
             )
+        if -1 in sizes:
+            return None
+        if len(set(sizes)) > 1:
+            raise OtherRankError(f"expected tensors of one size from all processes, got {sizes} numbers")
+        return [row[2 : 2 + sizes[0]].reshape(tensor.shape).to(tensor) for row in rows]
 
     def _meeting(self, collective: Callable[[], Found]) -> Found:
         if self._depth:
@@ -161,8 +192,11 @@ class AccelerateRanks(Ranks):
             torch.cuda.synchronize(self.accelerator.device)
         return time.perf_counter()
 
-    def _on_device(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.to(self.accelerator.device)
+    def _on_device(self, tensor: Any, like: Any = None) -> Any:
+        """A tensor where the process's collectives run, or where ``like`` is; anything else as it is."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        return tensor.to(self.accelerator.device if like is None else like.device)
 
     def _gathered(self, numbers: torch.Tensor) -> torch.Tensor:
         return self._meeting(lambda: gather(self._on_device(numbers)[None]))
@@ -176,6 +210,18 @@ class AccelerateRanks(Ranks):
         return dict(zip(sums, total, strict=False)), dict(zip(largest, most[len(sums) :], strict=True))
 
     # ---- losses -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def unmeasured(self) -> Iterator[None]:
+        """Inside, the accelerator gathers and reduces on this rank alone: for a loss whose metrics nobody wants."""
+        if self.count == 1:
+            yield
+            return
+        with (
+            replaced(self.accelerator, "gather", torch.atleast_1d),
+            replaced(self.accelerator, "reduce", lambda tensor, **_: tensor.clone()),
+        ):
+            yield
 
     @contextmanager
     def gathering_ragged(self) -> Iterator[None]:
@@ -245,3 +291,10 @@ class AccelerateRanks(Ranks):
         """``accelerator.backward``; DeepSpeed's division by its accumulation steps is off, as in Trainer."""
         is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         self.accelerator.backward(scalar, **({"scale_wrt_gas": False} if is_deepspeed else {}))
+
+
+def _fits(tensor: Any) -> bool:
+    """Whether float64 holds a tensor exactly, and the message has room for it."""
+    if not isinstance(tensor, torch.Tensor) or tensor.numel() > ROOM - 2 or tensor.is_complex():
+        return False
+    return tensor.is_floating_point() or tensor.dtype == torch.bool or not bool((tensor.abs() > EXACT).any())

@@ -38,7 +38,7 @@ OPTIONS = {
     "scored": {"num_iterations": 2, "epsilon": 0.02, "learning_rate": 0.01},
     "entropy": {"entropy_coef": 0.05},
     "lora": {},
-    "idle": {},  # rank 0's rollouts are all masked: it has no trajectories
+    "idle": {"mask_truncated_completions": True},  # rank 0's are all truncated: it has no trajectories
     "uneven": {},  # rank 0 has one token to score in each rollout
 }
 
@@ -70,7 +70,7 @@ def rollouts_for(options: list[str]):
         output = recorded.rollout_func(prompts, trainer)
         if trainer.accelerator.process_index == 0:
             if "idle" in options:
-                output["env_mask"] = [[0] * len(row) for row in output["completion_ids"]]
+                output["completion_ids"] = [[*row[:-1], 3] for row in output["completion_ids"]]
             if "uneven" in options:
                 output["completion_ids"] = [row[:1] for row in output["completion_ids"]]
                 output["logprobs"] = [row[:1] for row in output["logprobs"]]
@@ -103,9 +103,7 @@ def run(case: str, folder: Path) -> dict:
     arguments |= {k: v for k, v in backend_options(backend).items() if k not in arguments}
     if backend.startswith("fsdp2"):
         arguments["fsdp_config"]["transformer_layer_cls_to_wrap"] = [LAYERS[family]]
-    config_class, trainer_class = (
-        (GRPOConfig, GRPOTrainer) if kind == "stock" else (TreeGRPOConfig, TreeGRPOTrainer)
-    )
+    config_class, trainer_class = (GRPOConfig, GRPOTrainer) if kind == "stock" else (TreeGRPOConfig, TreeGRPOTrainer)
     unset_hf_deepspeed_config()  # of the case before
     model = tiny_model(family, seed=1)  # before the arguments, which would have ZeRO-3 take it over
     torch.manual_seed(0)

@@ -21,7 +21,6 @@ from harts_hf.kernels.linear_attention.fla_tables import packed_chains
 from harts_hf.modeling import LABEL_VALUES
 from harts_hf.runtime import RunOptions, TreeValues, TreeWindow, WindowRun
 
-
 RUNS = [
     ("bailing_hybrid", "replay", {"options": RunOptions(offload=True, expand_latents=True)}),
     ("kimi_linear", "keep", {}),

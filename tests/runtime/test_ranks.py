@@ -15,7 +15,7 @@ from torch import nn
 
 from harts_hf import PlannerConfig, patch, unpatch
 from harts_hf.modeling import RowValue, Sum, add_output
-from harts_hf.runtime import OtherRankError, TreeUpdate, TreeWindow, WindowPlanner, WindowRun, placing, window
+from harts_hf.runtime import TreeUpdate, WindowPlanner, window
 from harts_hf.tree import RolloutTree
 
 PLANNER = PlannerConfig(max_tokens_per_microbatch=64, sharing="always")
@@ -129,9 +129,7 @@ def run_on_ranks(loss, slices, *, family="qwen3_5_text", planner=PLANNER, **opti
     placement = options.pop("placement", "global")
 
     def work(ranks):
-        update = TreeUpdate(
-            models[ranks.index], WindowPlanner(config=planner), ranks=ranks, placement=placement
-        )
+        update = TreeUpdate(models[ranks.index], WindowPlanner(config=planner), ranks=ranks, placement=placement)
         return update.run(slices[ranks.index], Rows, loss, **options)
 
     with float64_everywhere(start):
