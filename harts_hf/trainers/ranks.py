@@ -165,13 +165,15 @@ class AccelerateRanks(Ranks):
                 raise OtherRankError("; ".join(f"process {rank} raised {texts[rank]}" for rank in failed))
         elif len(set(codes)) > 1:
             raise OtherRankError(
-                f"expected equally many collectives in the losses of all {self.count} processes, got another one on "
+                f"expected the same collectives in the losses of all {self.count} processes, got another one on "
                 f"process {next(rank for rank, found in enumerate(codes) if found != codes[0])} than on process 0"
             )
         if -1 in sizes:
             return None
         if len(set(sizes)) > 1:
-            raise OtherRankError(f"expected tensors of one size from all processes, got {sizes} numbers")
+            raise OtherRankError(
+                f"expected the same collectives in the losses of all {self.count} processes, got {sizes} numbers"
+            )
         return [row[2 : 2 + sizes[0]].reshape(tensor.shape).to(tensor) for row in rows]
 
     def _meeting(self, collective: Callable[[], Found]) -> Found:

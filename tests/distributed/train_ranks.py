@@ -97,7 +97,7 @@ def run(case: str, folder: Path) -> dict:
     from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 
     backend, family, kind, *options = case.split(":")
-    arguments = recorded.arguments(folder, **KINDS[kind])
+    arguments = recorded.arguments(folder, router_aux_loss_coef=0.0, **KINDS[kind])
     for option in options:
         arguments |= {k: v for k, v in OPTIONS[option].items() if kind != "stock" or not k.startswith("tree_")}
     arguments |= {k: v for k, v in backend_options(backend).items() if k not in arguments}
