@@ -15,7 +15,7 @@ from torch import nn
 
 from harts_hf import PlannerConfig, patch, unpatch
 from harts_hf.modeling import RowValue, Sum, add_output
-from harts_hf.runtime import TreeUpdate, WindowPlanner, window
+from harts_hf.runtime import OtherRankError, TreeUpdate, TreeWindow, WindowPlanner, WindowRun, placing, window
 from harts_hf.tree import RolloutTree
 
 PLANNER = PlannerConfig(max_tokens_per_microbatch=64, sharing="always")
@@ -65,9 +65,9 @@ def of_sums(rows, values):
     return (values["log_prob"] ** 2).sum() / 50 + len(rows) * (values["squares"] ** 2).sum() / 1e4
 
 
-def new_model(family="qwen3_5_text"):
-    """float64, with a value head and a sum."""
-    model = tiny_model(family, dtype=torch.float64)
+def new_model():
+    """float64, with a value head."""
+    model = tiny_model("qwen3_5_text", dtype=torch.float64)
     model.critic = nn.Linear(model.config.hidden_size, 1, dtype=torch.float64)
     return model
 
@@ -114,22 +114,21 @@ def losses_of_stock(model, loss, slices):
     return total / len(slices)
 
 
-def expected(loss, slices, family="qwen3_5_text"):
+def expected(loss, slices):
     """Gradients by the unpatched model; the loss is padded as the slices' index pads."""
-    model = new_model(family)
+    model = new_model()
     with float64_everywhere(model):
         losses_of_stock(model, loss, slices).backward()
     return gradients(model)
 
 
-def run_on_ranks(loss, slices, *, family="qwen3_5_text", planner=PLANNER, **options):
+def run_on_ranks(loss, slices, *, planner=PLANNER, **options):
     """Reports and the mean over ranks of the gradients."""
-    start = new_model(family)
+    start = new_model()
     models = [patched(start) for _ in slices]
-    placement = options.pop("placement", "global")
 
     def work(ranks):
-        update = TreeUpdate(models[ranks.index], WindowPlanner(config=planner), ranks=ranks, placement=placement)
+        update = TreeUpdate(models[ranks.index], WindowPlanner(config=planner), ranks=ranks, placement="global")
         return update.run(slices[ranks.index], Rows, loss, **options)
 
     with float64_everywhere(start):
@@ -141,6 +140,16 @@ def run_on_ranks(loss, slices, *, family="qwen3_5_text", planner=PLANNER, **opti
         unpatch(model)
     found = [gradients(model) for model in models]
     return reports, {name: sum(one[name] for one in found) / len(found) for name in found[0]}
+
+
+def place_at_random(monkeypatch, seed):
+    """The planner of windows puts pieces on ranks drawn at random."""
+
+    def at_random(tree, config):
+        execution = "nested" if config.execution == "nested" else "replay"
+        return random_placement(tree, seed, execution, config.world_size)
+
+    monkeypatch.setattr(window, "plan_window", at_random)
 
 
 CASES = [
@@ -157,20 +166,107 @@ CASES = [
 def test_one_forest(planned, count, name, loss, options, monkeypatch):
     """Gradients are the mean of the ranks' losses', whoever computes what; all ranks see one plan."""
     if planned == "random":
-        seed = len(name)
-
-        def at_random(tree, config):
-            execution = "nested" if config.execution == "nested" else "replay"
-            return random_placement(tree, seed, execution, config.world_size)
-
-        monkeypatch.setattr(window, "plan_window", at_random)
+        place_at_random(monkeypatch, seed=len(name))
     slices = parts(count)
     reports, found = run_on_ranks(loss, slices, **options)
     assert_gradients_close(found, expected(loss, slices), GRADIENT_TOLERANCE)
     rows = RolloutTree.from_trajectories([row for part in slices for rows in part for row in rows])
     for report in reports:
         assert report.placement == "global" and report.window.rollout_tree.num_tokens == rows.num_tokens
-        assert report.scoring_skipped == (options.get("unscored", "never") != "never" and planned == "random") or (
-            report.window.schedule.execution in ("nested", "replay")
-        )
+        assert report.scoring_skipped == (loss is supervised and report.window.schedule.execution == "nested")
     assert len({report.window.schedule.to_json() for report in reports}) == 1
+
+
+def test_skipped_on_ranks(monkeypatch):
+    """Nested words that are aligned with dummies skip the scoring pass, exactly."""
+    place_at_random(monkeypatch, seed=1)
+    planner = PlannerConfig(max_tokens_per_microbatch=64, sharing="always", execution="nested")
+    reports, found = run_on_ranks(supervised, parts(3), planner=planner, unscored="probe")
+    assert all(report.scoring_skipped for report in reports)
+    words = [reports[0].window.schedule.rank_ops[rank] for rank in range(3)]
+    assert len({"".join(kind for kind, _ in word) for word in words}) > 1
+    assert_gradients_close(found, expected(supervised, parts(3)), GRADIENT_TOLERANCE)
+
+
+def test_one_rank_needs_scores():
+    """A reason on one rank keeps all of them from skipping, so that losses run equally often."""
+    slices = parts(2)
+    start = new_model()
+    models = [patched(start) for _ in slices]
+    calls = [0, 0]
+
+    def work(ranks):
+        def loss(rows, values):
+            calls[ranks.index] += 1
+            return supervised(rows, values)
+
+        update = TreeUpdate(models[ranks.index], WindowPlanner(config=PLANNER), ranks=ranks, placement="global")
+        unscored = "never" if ranks.index else "probe"
+        return update.run(slices[ranks.index], Rows, loss, unscored=unscored, reason="beta")
+
+    with float64_everywhere(start):
+        reports = on_ranks(2, work)
+    assert [report.scoring_needed_by for report in reports] == ["beta", "beta"]
+    assert calls == [2, 2]
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_a_rank_that_fails(on):
+    """All raise, with its number and its words."""
+    slices = parts(2)
+    models = [patched(new_model()) for _ in slices]
+
+    def work(ranks):
+        def loss(rows, values):
+            if ranks.index == on:
+                raise KeyError("a column")
+            return supervised(rows, values)
+
+        update = TreeUpdate(models[ranks.index], WindowPlanner(config=PLANNER), ranks=ranks, placement="global")
+        return update.run(slices[ranks.index], Rows, loss)
+
+    raised = on_ranks(2, work)
+    assert isinstance(raised[on], KeyError)
+    assert isinstance(raised[1 - on], OtherRankError)
+    assert str(raised[1 - on]) == f"process {on} raised KeyError: 'a column'"
+
+
+def test_plans_of_other_processes():
+    """A plan runs on as many processes as it is for, each its own rank of it."""
+    rows = branching(65, vocab=VOCAB)
+    several = PlannerConfig(max_tokens_per_microbatch=64, world_size=3)
+    model = patch(tiny_model("qwen3_5_text"))
+    with pytest.raises(ValueError, match=r"expected rank in \[0, 3\), got 3"):
+        TreeWindow(rows, several, rank=3)
+    with pytest.raises(ValueError, match="a plan for 1 processes on process 0, got rank 0 of a plan for world_size=3"):
+        WindowRun(model, TreeWindow(rows, several, rank=0))
+    with pytest.raises(ValueError, match=r"a planner for one rank .* got world_size=3"):
+        TreeUpdate(model, WindowPlanner(config=several))
+    with pytest.raises(ValueError, match="placement to be one of auto, global, local, got 'everywhere'"):
+        TreeUpdate(model, WindowPlanner(), placement="everywhere")
+
+
+@pytest.mark.parametrize(("shape", "placement"), [("even", "local"), ("uneven", "global")])
+def test_auto(shape, placement):
+    """Equal ranks that share nothing compute their own; one that has ten times the other's work is relieved."""
+    rng = np.random.default_rng(0)
+    counts = [16, 16] if shape == "even" else [40, 4]
+    slices = [[[rng.integers(2, VOCAB, 600) for _ in range(count)]] for count in counts]
+    planner = PlannerConfig(max_tokens_per_microbatch=4096)
+
+    def work(ranks):
+        own = slices[ranks.index][0]
+        return placing.place(
+            WindowPlanner(config=planner),
+            own,
+            lambda: own[0],
+            ranks,
+            choice="auto",
+            can_skip_scoring=False,
+            names=("log_prob",),
+        )
+
+    found = on_ranks(2, work)
+    assert [one.placement for one in found] == [placement] * 2, found
+    if placement == "global":
+        assert [one.first for one in found] == [0, 40]

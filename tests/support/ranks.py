@@ -39,7 +39,7 @@ class Meeting:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._barrier = threading.Barrier(count, timeout=60)
+        self._barrier = threading.Barrier(count, timeout=20)
         self._found: list[Any] = [None] * count
 
     def exchange(self, index: int, own: Any) -> list[Any]:
@@ -49,10 +49,6 @@ class Meeting:
         found = list(self._found)
         self._barrier.wait()
         return found
-
-    def leave(self) -> None:
-        """The others need not wait any longer."""
-        self._barrier.abort()
 
 
 class ThreadRanks(Ranks):
@@ -101,7 +97,6 @@ def on_ranks(count: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
             found[index] = TimeoutError(f"rank {index} waited for others")
         except Exception as error:
             found[index] = error
-            meeting.leave()
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
     for thread in threads:
