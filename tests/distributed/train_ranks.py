@@ -38,6 +38,8 @@ OPTIONS = {
     "scored": {"num_iterations": 2, "epsilon": 0.02, "learning_rate": 0.01},
     "entropy": {"entropy_coef": 0.05},
     "lora": {},
+    "unarmed": {},  # planted: DDP's reducer is not told of a last backward that does not follow its forward
+    "unflagged": {},  # planted: nor is ZeRO-3 told that another backward begins
     "idle": {"mask_truncated_completions": True},  # rank 0's are all truncated: it has no trajectories
     "uneven": {},  # rank 0 has one token to score in each rollout
 }
@@ -60,6 +62,17 @@ def plan_at_random(seed: int):
 
     window.plan_window = planned
     return lambda: setattr(window, "plan_window", stock)
+
+
+def plant_untold():
+    """Backends are not told of backwards that do not follow their forwards."""
+    from harts_hf.trainers.ranks import AccelerateRanks
+
+    around = AccelerateRanks._around
+    AccelerateRanks._around = lambda self, model, outputs, is_last, follows: around(
+        self, model, outputs, is_last, True
+    )
+    return lambda: setattr(AccelerateRanks, "_around", around)
 
 
 def rollouts_for(options: list[str]):
@@ -120,6 +133,8 @@ def run(case: str, folder: Path) -> dict:
         peft_config=lora() if "lora" in options else None,
     )
     with ExitStack() as stack:
+        if {"unarmed", "unflagged"} & set(options):
+            stack.callback(plant_untold())
         if kind == "random":
             stack.callback(plan_at_random(seed=len(case)))
         trainer.train()

@@ -152,21 +152,16 @@ def place_at_random(monkeypatch, seed):
     monkeypatch.setattr(window, "plan_window", at_random)
 
 
-CASES = [
-    ("actor_critic", actor_critic, {"names": ("log_prob", "value")}),
-    ("supervised", supervised, {"names": ("log_prob",), "unscored": "always"}),
-    ("probed", supervised, {"unscored": "probe"}),
-    ("sums", of_sums, {"names": ("log_prob", "squares")}),
-]
+CASES = {
+    "actor_critic": (actor_critic, {"names": ("log_prob", "value")}),
+    "supervised": (supervised, {"names": ("log_prob",), "unscored": "always"}),
+    "probed": (supervised, {"unscored": "probe"}),
+    "sums": (of_sums, {"names": ("log_prob", "squares")}),
+}
 
 
-@pytest.mark.parametrize(("name", "loss", "options"), CASES, ids=[name for name, *_ in CASES])
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("planned", ["planned", "random"])
-def test_one_forest(planned, count, name, loss, options, monkeypatch):
-    """Gradients are the mean of the ranks' losses', whoever computes what; all ranks see one plan."""
-    if planned == "random":
-        place_at_random(monkeypatch, seed=len(name))
+def check_one_forest(count, loss, options):
+    """Gradients are the mean of the ranks' losses', and all ranks see one plan."""
     slices = parts(count)
     reports, found = run_on_ranks(loss, slices, **options)
     assert_gradients_close(found, expected(loss, slices), GRADIENT_TOLERANCE)
@@ -175,6 +170,20 @@ def test_one_forest(planned, count, name, loss, options, monkeypatch):
         assert report.placement == "global" and report.window.rollout_tree.num_tokens == rows.num_tokens
         assert report.scoring_skipped == (loss is supervised and report.window.schedule.execution == "nested")
     assert len({report.window.schedule.to_json() for report in reports}) == 1
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_one_forest(name, count):
+    """As planned."""
+    check_one_forest(count, *CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_random_placements(name, monkeypatch):
+    """Whoever computes what."""
+    place_at_random(monkeypatch, seed=len(name))
+    check_one_forest(3, *CASES[name])
 
 
 def test_skipped_on_ranks(monkeypatch):
