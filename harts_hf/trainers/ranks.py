@@ -274,7 +274,9 @@ class AccelerateRanks(Ranks):
         self, model: nn.Module, outputs: Sequence[torch.Tensor], *, is_last: bool, follows: bool
     ) -> AbstractContextManager[object]:
         """DDP reduces in the last backward of a step only. FSDP2 reduces in each (keeping unsharded gradients would
-        cost memory). DeepSpeed reduces in each and steps where it is marked as the last."""
+        add them up in bfloat16, and gains nothing), and with ``reshard_after_forward=False``, which says that there
+        is memory for whole parameters, keeps them whole until the last. DeepSpeed reduces in each and steps where it
+        is marked as the last."""
         return nullcontext() if self.count == 1 else self._around(model, outputs, is_last, follows)
 
     @contextmanager
@@ -283,6 +285,8 @@ class AccelerateRanks(Ranks):
         if kind == DistributedType.DEEPSPEED and not follows:
             # Only forwards do this: without it, ZeRO-3 has a second backward in a row overwrite the first's gradients.
             model.optimizer.clear_backward_seen_flag()
+        if kind == DistributedType.FSDP and not self.accelerator.state.fsdp_plugin.reshard_after_forward:
+            model.set_reshard_after_backward(is_last)
         if kind in DDP and is_last and not follows:
             model.require_backward_grad_sync = model.require_forward_param_sync = True
             model.reducer.prepare_for_backward(list(outputs) if model.find_unused_parameters else [])
