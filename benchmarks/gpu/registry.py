@@ -246,9 +246,9 @@ RANKS_RUNS = {
     "one-1": RanksRun("one", (1,), ("auto:auto",)),
     "fsdp2-kept-1": RanksRun("fsdp2-kept", (1,), ("auto:auto",)),
     "ddp-4": RanksRun("ddp", _FOUR, _BOTH),
-    "zero3-leaf-4": RanksRun("zero3-leaf", _FOUR, _BOTH),
+    "zero3-4": RanksRun("zero3", _FOUR, _BOTH),
     "one-8": RanksRun("one", _EIGHT, ("replay:global",)),
     "fsdp2-kept-8": RanksRun("fsdp2-kept", _EIGHT, ("replay:global",)),
     "ddp-1": RanksRun("ddp", (1,), ("auto:auto",)),
-    "zero3-4": RanksRun("zero3", _FOUR, ("replay:global",)),
+    "zero3-modules-4": RanksRun("zero3-modules", _FOUR, ("replay:global",)),
 }

@@ -10,15 +10,15 @@ WRAPPERS = {
     "ddp": "DistributedDataParallel",
     "fsdp2": "FSDPBailingHybridForCausalLM",
     "fsdp2-kept": "FSDPBailingHybridForCausalLM",
-    **dict.fromkeys(("zero1", "zero2", "zero3", "zero3-leaf"), "DeepSpeedEngine"),
+    **dict.fromkeys(("zero1", "zero2", "zero3", "zero3-modules"), "DeepSpeedEngine"),
 }
 
 
 def backend_options(backend: str, *, dry: bool) -> dict[str, Any]:
     """Of "one" (a single process) or one of :data:`WRAPPERS`.
 
-    "fsdp2-kept" keeps a layer's parameters gathered from its forward to its backward. "zero3-leaf" gathers whole
-    layers, as FSDP2 does, where "zero3" gathers each module of a layer by itself.
+    "fsdp2-kept" keeps a layer's parameters gathered from its forward to its backward. "zero3-modules"
+    gathers each module of a layer by itself, where the trainer has whole layers gathered.
 
     Raises:
         ValueError: another name.
@@ -37,8 +37,8 @@ def backend_options(backend: str, *, dry: bool) -> dict[str, Any]:
         }
         return {"fsdp": "full_shard auto_wrap", "fsdp_config": settings}
     zero: dict[str, Any] = {"stage": int(backend[4])}
-    if backend == "zero3-leaf":
-        zero["leaf_module"] = {"classes": [LAYER]}
+    if backend == "zero3-modules":
+        zero["leaf_module"] = {"classes": ["NoModule"]}  # the trainer chooses none where some are named
     return {"deepspeed": {
         "zero_optimization": zero,
         "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
