@@ -21,6 +21,7 @@ def main() -> None:
     from support.models import tiny_model
     from support.oracle import float64_everywhere
     from support.texts import arguments, dataset
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from trl import SFTConfig, SFTTrainer
 
     from harts_hf import TreeSFTConfig, TreeSFTTrainer
@@ -29,6 +30,7 @@ def main() -> None:
         order = None
         for name, kind, config in (("tree", TreeSFTTrainer, TreeSFTConfig), ("stock", SFTTrainer, SFTConfig)):
             AcceleratorState._reset_state(reset_partial_state=True)
+            unset_hf_deepspeed_config()  # or the next model would be built for ZeRO-3
             dtype = torch.float64 if backend == "ddp" else torch.float32  # DeepSpeed knows no float64
             model = tiny_model("qwen3_5_text", dtype=dtype, seed=1)
             options = {"train_sampling_strategy": "random", "per_device_train_batch_size": 2}
