@@ -135,7 +135,9 @@ def recorded_groups(groups: Sequence[RolloutGroup]) -> dict[str, RecordedGroup]:
     found: dict[str, RecordedGroup] = {}
     for group in groups:
         if group.shape is not None or any(rollout.token_ids is None for rollout in group.rollouts):
-            raise RolloutFileError(f"expected rollouts with token ids, got a shape without content (group {group.name})")
+            raise RolloutFileError(
+                f"expected rollouts with token ids, got a shape without content (group {group.name})"
+            )
         if group.name in found:
             raise RolloutFileError(f"expected groups of different names, got {group.name!r} twice")
         found[group.name] = RecordedGroup(name=group.name, episodes=tuple(_episodes(group)))
@@ -165,7 +167,9 @@ def _episodes(group: RolloutGroup) -> Iterator[RecordedEpisode]:
         rewards = {group.rollouts[number].reward for number in numbers} - {None}
         if len(rewards) > 1:
             raise RolloutFileError(f"expected one reward per episode, got {sorted(map(float, rewards))[:2]} ({where})")  # type: ignore[arg-type]
-        samples = tuple(_sample(group.rollouts[number], f"group {group.name!r}, row {number + 1}") for number in numbers)
+        samples = tuple(
+            _sample(group.rollouts[number], f"group {group.name!r}, row {number + 1}") for number in numbers
+        )
         yield RecordedEpisode(samples=samples, reward=next(iter(rewards), None), where=where)
 
 

@@ -187,7 +187,8 @@ class RecordedRollouts:
         }
         if self.has_recorded_advantages:
             output["advantages"] = [
-                np.broadcast_to(sample.advantage, sample.completion_length).tolist() for _, sample in rows
+                np.broadcast_to(0.0 if sample.advantage is None else sample.advantage, len(sample.mask)).tolist()
+                for _, sample in rows
             ]
         return output
 
@@ -211,9 +212,7 @@ class RecordedRollouts:
             chosen.append(of_group[prompt][place])
         return chosen
 
-    def _places(
-        self, group: RecordedGroup, size: int, entropy: Sequence[int]
-    ) -> list[RecordedEpisode | None]:
+    def _places(self, group: RecordedGroup, size: int, entropy: Sequence[int]) -> list[RecordedEpisode | None]:
         missing = size - len(group.episodes)
         if missing >= 0:
             return [*group.episodes, *(None for _ in range(missing))]
@@ -254,10 +253,9 @@ class RecordedRollouts:
         without, has_any = [], False
         for group in self.groups.values():
             for where, sample in group.samples:
-                if sample.advantage is None:
+                has_any |= sample.advantage is not None
+                if sample.advantage is None and sample.mask.any():
                     without.append(where)
-                else:
-                    has_any = True
         if choice == "rewards" or not (has_any or choice == "recorded"):
             return False
         if without:

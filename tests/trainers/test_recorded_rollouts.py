@@ -1,0 +1,154 @@
+"""Training from recorded rollouts: as their policy it is stock TRL's, off-policy it is a plain loop's."""
+
+import json
+
+import numpy as np
+import pytest
+from support import recorded
+from support.episode_oracle import advantages_of
+from support.episode_runs import assert_follows, build_trainer, followed, train
+from support.episodes import Episode, Sample, episodes_of
+from support.recordings import WatchedRecording, rows_of_episodes, rows_of_prompts
+from support.trainer_runs import assert_same_training, run_trainer
+from trl import GRPOConfig, GRPOTrainer
+
+from harts_hf import TreeGMPOConfig, TreeGMPOTrainer, TreeGRPOConfig, TreeGRPOTrainer
+from harts_hf.rollouts import RecordedRollouts
+
+PROMPTS = [f"p{number}" for number in range(recorded.NUM_PROMPTS)]
+EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 12}
+DRIFT = {"num_iterations": 2, "epsilon": 0.1, "learning_rate": 0.3}
+
+
+def written(folder, rows):
+    path = folder / "rollouts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.essential("two-epochs")
+@pytest.mark.parametrize(
+    "options", [{}, EPOCHS, {"loss_type": "grpo", **DRIFT}], ids=["three-steps", "two-epochs", "several-iterations"]
+)
+def test_rescored_is_stock_trl(options, tmp_path):
+    """Parameters and metrics of GRPOTrainer on the same rollouts; their recorded log-probs play no part."""
+    recording = RecordedRollouts(written(tmp_path, rows_of_prompts()), logprobs="rescored")
+    stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock", **options)
+    tree = run_trainer(
+        TreeGRPOTrainer, TreeGRPOConfig, tmp_path / "tree", tree_sharing="always", rollout_func=recording, **options
+    )
+    assert_same_training(stock, tree)
+
+
+def unknown_at_random(episodes):
+    """Every third log-prob is NaN."""
+    return [
+        Episode(
+            samples=[
+                Sample(
+                    prompt_ids=sample.prompt_ids,
+                    completion_ids=sample.completion_ids,
+                    env_mask=sample.env_mask,
+                    logprobs=[np.nan if place % 3 == 1 else value for place, value in enumerate(sample.logprobs)],
+                )
+                for sample in episode.samples
+            ],
+            reward=episode.reward,
+        )
+        for episode in episodes
+    ]
+
+
+def forget(row):
+    """The same in a row of the file, whose log-probs of the prompt are null as well."""
+    start = row["old_logprobs"].index(next(value for value in row["old_logprobs"] if value is not None))
+    for place in range(start + 1, len(row["old_logprobs"]), 3):
+        row["old_logprobs"][place] = None
+
+
+OFF_POLICY = {
+    "grpo": {"loss_type": "grpo"},
+    "dapo": {"loss_type": "dapo", "steps_per_generation": 4, "beta": 0.1},
+    "bnpo": {"loss_type": "bnpo", **DRIFT, "entropy_coef": 0.1},
+    "by-episode": {"loss_type": "grpo", "tree_episode_weight": "episode", "num_iterations": 2},
+    "gmpo": {},
+    "masked-truncation": {"loss_type": "grpo", "mask_truncated_completions": True},
+    "two-epochs": {"loss_type": "grpo", **EPOCHS},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "max_steps": 1},
+}
+
+
+@pytest.mark.essential("grpo")
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_recorded_is_the_loop(name, tmp_path):
+    """Ratios to the recorded log-probs, of groups with absent episodes, which weigh nothing."""
+    recording = WatchedRecording(written(tmp_path, rows_of_episodes(PROMPTS)))
+    assert set(recording.group_sizes.values()) == {3, 4}
+    is_gmpo = name == "gmpo"
+    trainer = build_trainer(
+        tmp_path / "run",
+        recording,
+        trainer_class=TreeGMPOTrainer if is_gmpo else TreeGRPOTrainer,
+        config_class=TreeGMPOConfig if is_gmpo else TreeGRPOConfig,
+        **OFF_POLICY[name],
+    )
+    run = train(trainer, recording.log)
+    assert_follows(run, followed(run, off_policy=True))
+
+
+@pytest.mark.essential("scored-anew")
+@pytest.mark.parametrize("steps", [{}, {"num_iterations": 2}], ids=["scored-anew", "scored-by-trl"])
+def test_unknown_log_probs(steps, tmp_path):
+    """A token whose log-prob the file does not know is compared with the policy's own at generation."""
+    path = written(tmp_path, rows_of_episodes(PROMPTS, forget))
+    recording = WatchedRecording(path, source_of=lambda *of: unknown_at_random(episodes_of(*of)))
+    run = train(build_trainer(tmp_path / "run", recording, loss_type="grpo", **steps), recording.log)
+    assert_follows(run, followed(run, off_policy=True))
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_the_policy_is_not_scored_in_vain(with_adapter, tmp_path, monkeypatch):
+    """Old log-probs that recorded ones replace take no forward; those of the reference model do."""
+    peft = pytest.importorskip("peft") if with_adapter else None
+    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.0) if peft else None
+    scored = []
+    score = TreeGRPOTrainer.__mro__[4]._get_per_token_logps_and_entropies
+
+    def counted(self, *args, **kwargs):
+        if self._is_generating:
+            scored.append(args[0])
+        return score(self, *args, **kwargs)
+
+    monkeypatch.setattr(TreeGRPOTrainer.__mro__[4], "_get_per_token_logps_and_entropies", counted)
+    recording = RecordedRollouts(rows_of_prompts())
+    options = {"num_iterations": 2, "max_steps": 1, "beta": 0.1, "peft_config": lora}
+    _, _, trainer = run_trainer(
+        TreeGRPOTrainer, TreeGRPOConfig, tmp_path, rollout_func=recording, tree_sharing="always", **options
+    )
+    assert len(scored) == 1 and (with_adapter or scored[0] is trainer.ref_model)
+
+
+def test_recorded_advantages_of_rows(tmp_path):
+    """An advantage per row trains as the rewards do that it was computed from, also where none are per token."""
+    rows = rows_of_prompts()
+    options = {"trainer_class": TreeGMPOTrainer, "config_class": TreeGMPOConfig}
+    with_rewards = run_trainer(folder=tmp_path / "rewards", rollout_func=RecordedRollouts(rows), **options)
+    for start in range(0, len(rows), recorded.NUM_GENERATIONS):
+        group = rows[start : start + recorded.NUM_GENERATIONS]
+        rewards = advantages_of(np_tensor([row.pop("reward") for row in group]), recorded.NUM_GENERATIONS, "group")
+        for row, advantage in zip(group, rewards.tolist(), strict=True):
+            row["advantage"] = advantage
+    recording = RecordedRollouts(rows)
+    assert recording.has_recorded_advantages
+    with_advantages = run_trainer(folder=tmp_path / "advantages", rollout_func=recording, **options)
+    named_rewards = ("reward", "rewards/")
+    for log in (*with_rewards[1], *with_advantages[1]):
+        for name in [name for name in log if name.startswith(named_rewards) or name == "frac_reward_zero_std"]:
+            del log[name]
+    assert_same_training(with_rewards, with_advantages)
+
+
+def np_tensor(values):
+    import torch
+
+    return torch.tensor(values, dtype=torch.float64)
