@@ -40,9 +40,9 @@ def check_arguments(recorded: "RecordedRollouts", args: Any, names: Collection[s
     limit = args.max_completion_length
     if recorded.too_long == "error" and limit is not None and recorded.max_completion_length > limit:
         longer = [
-            f"{where} ({sample.completion_length:,})"
+            f"{sample.where} ({sample.completion_length:,})"
             for group in recorded.groups.values()
-            for where, sample in group.samples
+            for sample in group.samples
             if sample.completion_length > limit
         ]
         raise ValueError(
@@ -106,9 +106,9 @@ def _check_vocabulary(recorded: "RecordedRollouts", vocab_size: int | None) -> N
     if vocab_size is None:
         return
     outside = [
-        f"{where} (token {sample.token_ids.max()})"
+        f"{sample.where} (token {sample.token_ids.max()})"
         for group in recorded.groups.values()
-        for where, sample in group.samples
+        for sample in group.samples
         if sample.token_ids.max() >= vocab_size
     ]
     if outside:
@@ -125,9 +125,9 @@ def _check_advantages(recorded: "RecordedRollouts", trainer: Any) -> None:
     if trainer._accepts_token_advantages:
         return
     several = [
-        where
+        sample.where
         for group in recorded.groups.values()
-        for where, sample in group.samples
+        for sample in group.samples
         if isinstance(sample.advantage, np.ndarray) and len(np.unique(sample.advantage[sample.mask])) > 1
     ]
     if several:

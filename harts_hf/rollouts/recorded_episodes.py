@@ -32,6 +32,7 @@ class RecordedSample:
         mask: ``[C]`` bool, the tokens that are trained.
         logprobs: ``[C]`` float64, NaN where unknown, or None.
         advantage: a float, or ``[C]`` float64, or None.
+        where: its row, for messages.
     """
 
     token_ids: NDArray[np.int32]
@@ -39,6 +40,7 @@ class RecordedSample:
     mask: NDArray[np.bool_]
     logprobs: NDArray[np.float64] | None
     advantage: float | NDArray[np.float64] | None
+    where: str
 
     @property
     def completion_length(self) -> int:
@@ -63,11 +65,9 @@ class RecordedGroup:
     episodes: tuple[RecordedEpisode, ...]
 
     @property
-    def samples(self) -> Iterator[tuple[str, RecordedSample]]:
-        """Where each sample stands, and the sample."""
-        for episode in self.episodes:
-            for sample in episode.samples:
-                yield episode.where, sample
+    def samples(self) -> Iterator[RecordedSample]:
+        """Of all episodes."""
+        return chain.from_iterable(episode.samples for episode in self.episodes)
 
 
 def read_groups(
@@ -142,9 +142,9 @@ def recorded_groups(groups: Sequence[RolloutGroup]) -> dict[str, RecordedGroup]:
             raise RolloutFileError(f"expected groups of different names, got {group.name!r} twice")
         found[group.name] = RecordedGroup(name=group.name, episodes=tuple(_episodes(group)))
     unmasked = [
-        f"group {group.name!r}, row {number}"
+        _place(group, number)
         for group in groups
-        for number, rollout in enumerate(group.rollouts, 1)
+        for number, rollout in enumerate(group.rollouts)
         if rollout.loss_mask is None
     ]
     if unmasked:
@@ -161,15 +161,11 @@ def _episodes(group: RolloutGroup) -> Iterator[RecordedEpisode]:
         # A row without an episode is a rollout of its own; no name of an episode is a tuple.
         rows.setdefault((number,) if rollout.episode is None else rollout.episode, []).append(number)
     for numbers in rows.values():
-        what = "row" if len(numbers) == 1 else "rows"
-        where = f"group {group.name!r}, {what} {', '.join(str(number + 1) for number in numbers[:_MOST_NAMED])}"
-        where += ", ..." if len(numbers) > _MOST_NAMED else ""
-        rewards = {group.rollouts[number].reward for number in numbers} - {None}
+        where = _place(group, *numbers)
+        rewards = {reward for number in numbers if (reward := group.rollouts[number].reward) is not None}
         if len(rewards) > 1:
-            raise RolloutFileError(f"expected one reward per episode, got {sorted(map(float, rewards))[:2]} ({where})")  # type: ignore[arg-type]
-        samples = tuple(
-            _sample(group.rollouts[number], f"group {group.name!r}, row {number + 1}") for number in numbers
-        )
+            raise RolloutFileError(f"expected one reward per episode, got {sorted(rewards)[:2]} ({where})")
+        samples = tuple(_sample(group.rollouts[number], _place(group, number)) for number in numbers)
         yield RecordedEpisode(samples=samples, reward=next(iter(rewards), None), where=where)
 
 
@@ -196,7 +192,14 @@ def _sample(rollout: Rollout, where: str) -> RecordedSample:
         mask=mask[start:].copy(),
         logprobs=logprobs,
         advantage=advantage[start:] if isinstance(advantage, np.ndarray) else advantage,
+        where=where,
     )
+
+
+def _place(group: RolloutGroup, *numbers: int) -> str:
+    shown = ", ".join(str(number + 1) for number in numbers[:_MOST_NAMED])
+    more = ", ..." if len(numbers) > _MOST_NAMED else ""
+    return f"row{'s' if len(numbers) > 1 else ''} {shown}{more} of group {group.name!r}"
 
 
 def named(places: Sequence[str]) -> str:

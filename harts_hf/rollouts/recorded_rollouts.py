@@ -1,6 +1,7 @@
 """Recorded rollouts as a TRL ``rollout_func``: training from files and data sets, nothing is sampled."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,7 @@ class RecordedRollouts:
     @property
     def max_completion_length(self) -> int:
         """Tokens of the longest completion."""
-        return max(sample.completion_length for group in self.groups.values() for _, sample in group.samples)
+        return max(sample.completion_length for group in self.groups.values() for sample in group.samples)
 
     def dataset(self) -> Any:
         """A ``datasets.Dataset`` with a row per group, in the order of the file: its ``prompt`` is the group's name.
@@ -228,9 +229,9 @@ class RecordedRollouts:
         if limit is None or sample.completion_length <= limit:
             return sample
         advantage = sample.advantage
-        return RecordedSample(
+        return replace(
+            sample,
             token_ids=sample.token_ids[: sample.prompt_length + limit],
-            prompt_length=sample.prompt_length,
             mask=sample.mask[:limit],
             logprobs=None if sample.logprobs is None else sample.logprobs[:limit],
             advantage=advantage[:limit] if isinstance(advantage, np.ndarray) else advantage,
@@ -238,9 +239,9 @@ class RecordedRollouts:
 
     def _check_logprobs(self) -> None:
         without = [
-            where
+            sample.where
             for group in self.groups.values()
-            for where, sample in group.samples
+            for sample in group.samples
             if sample.logprobs is None and sample.mask.any()
         ]
         if without:
@@ -252,10 +253,10 @@ class RecordedRollouts:
     def _has_advantages(self, choice: str) -> bool:
         without, has_any = [], False
         for group in self.groups.values():
-            for where, sample in group.samples:
+            for sample in group.samples:
                 has_any |= sample.advantage is not None
                 if sample.advantage is None and sample.mask.any():
-                    without.append(where)
+                    without.append(sample.where)
         if choice == "rewards" or not (has_any or choice == "recorded"):
             return False
         if without:

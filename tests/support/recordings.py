@@ -35,12 +35,10 @@ def as_row(
     }
 
 
-def rows_of_episodes(
-    prompts: list[str], change: Callable[[dict[str, Any]], Any] | None = None
-) -> list[dict[str, Any]]:
+def rows_of_episodes(change: Callable[[dict[str, Any]], Any] | None = None) -> list[dict[str, Any]]:
     """The samples of each prompt's episodes; those without one are not in the file."""
     rows = []
-    for prompt in prompts:
+    for prompt in recorded.dataset()["prompt"]:
         for number, episode in enumerate(episodes_of(prompt, recorded.NUM_GENERATIONS)):
             for sample in episode.samples:
                 row = as_row(
