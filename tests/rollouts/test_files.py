@@ -109,7 +109,10 @@ def test_messages(tmp_path):
         ('{"group": ' + "[" * 100_000, "invalid JSON"),
         ({"group": "a", "token_ids": [1], "loss_mask": [1.0]}, "loss_mask to be a list of 0 and 1, got 1.0"),
         ({"group": "a", "token_ids": [1], "advantage": [True]}, "advantage to be a list of numbers, got True"),
-        ({"group": "a", "token_ids": [1], "old_logprobs": ["-1"]}, "old_logprobs to be a list of numbers and null, got"),
+        (
+            {"group": "a", "token_ids": [1], "old_logprobs": ["-1"]},
+            "old_logprobs to be a list of numbers and null, got",
+        ),
         ({"group": "a", "token_ids": [1], "old_logprobs": [10**400]}, "old_logprobs to be numbers that a float can"),
         ({"group": "a", "token_ids": [1], "reward": 10**400}, "reward to be finite, got 1000"),
         ({"group": "a", "token_ids": [1], "reward": False}, "reward to be a number, got False"),

@@ -2,14 +2,12 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from support import recorded
 from support.episode_oracle import advantages_of
 from support.episode_runs import assert_follows, build_trainer, followed, train
-from support.episodes import Episode, Sample, episodes_of
-from support.recordings import WatchedRecording, rows_of_episodes, rows_of_prompts
+from support.recordings import WatchedRecording, episodes_with_unknown, rows_of_episodes, rows_of_prompts
 from support.trainer_runs import assert_same_training, run_trainer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -40,32 +38,6 @@ def test_rescored_is_stock_trl(options, tmp_path):
         TreeGRPOTrainer, TreeGRPOConfig, tmp_path / "tree", tree_sharing="always", rollout_func=recording, **options
     )
     assert_same_training(stock, tree)
-
-
-def unknown_at_random(episodes):
-    """Every third log-prob is NaN."""
-    return [
-        Episode(
-            samples=[
-                Sample(
-                    prompt_ids=sample.prompt_ids,
-                    completion_ids=sample.completion_ids,
-                    env_mask=sample.env_mask,
-                    logprobs=[np.nan if place % 3 == 1 else value for place, value in enumerate(sample.logprobs)],
-                )
-                for sample in episode.samples
-            ],
-            reward=episode.reward,
-        )
-        for episode in episodes
-    ]
-
-
-def forget(row):
-    """The same in a row of the file, whose log-probs of the prompt are null as well."""
-    start = row["old_logprobs"].index(next(value for value in row["old_logprobs"] if value is not None))
-    for place in range(start + 1, len(row["old_logprobs"]), 3):
-        row["old_logprobs"][place] = None
 
 
 OFF_POLICY = {
@@ -102,8 +74,8 @@ def test_recorded_is_the_loop(name, tmp_path):
 @pytest.mark.parametrize("steps", [{}, {"num_iterations": 2}], ids=["scored-anew", "scored-by-trl"])
 def test_unknown_log_probs(steps, tmp_path):
     """A token whose log-prob the file does not know is compared with the policy's own at generation."""
-    path = written(tmp_path, rows_of_episodes(forget))
-    recording = WatchedRecording(path, source_of=lambda *of: unknown_at_random(episodes_of(*of)))
+    path = written(tmp_path, rows_of_episodes(episodes_with_unknown))
+    recording = WatchedRecording(path, source=episodes_with_unknown)
     run = train(build_trainer(tmp_path / "run", recording, loss_type="grpo", **steps), recording.log)
     assert_follows(run, followed(run, off_policy=True))
 
