@@ -133,7 +133,7 @@ class RecordedRollouts:
         return Dataset.from_dict({"prompt": list(self.groups)})
 
     def check(self, args: Any) -> None:
-        """Checks itself against a trainer's arguments; the trainer does it when it is made.
+        """Checks all groups against a trainer's arguments.
 
         Raises:
             ValueError: groups larger than ``num_generations``, fewer groups than a generation takes, completions of
@@ -142,13 +142,14 @@ class RecordedRollouts:
         check_arguments(self, args)
 
     def check_trainer(self, trainer: Any) -> None:
-        """Checks itself against a trainer; tree trainers do it when they are made.
+        """Checks the groups that are used against a trainer; tree trainers do it when they are made.
 
         Raises:
-            ValueError: see :meth:`check`; rows without the reward that is asked for, token ids outside the model's
-                vocabulary, prompts that name no group; recorded advantages of tokens where the trainer knows none.
+            ValueError: see :meth:`check`; prompts that name no group; in groups that its data sets name, rows without
+                the reward that :func:`recorded_reward` needs, token ids outside the model's vocabulary, advantages
+                per token where the trainer knows none.
         """
-        check_trainer(self, trainer)
+        check_trainer(self, trainer, with_rewards=any(one is recorded_reward for one in trainer.reward_funcs))
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """The episodes that some prompts name.

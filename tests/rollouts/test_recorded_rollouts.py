@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from harts_hf.rollouts import RecordedRollouts
+from harts_hf.rollouts import RecordedRollouts, recorded_reward
 from harts_hf.rollouts.checks import check_rollouts
 from harts_hf.rollouts.files import read_rollout_file, read_rollouts
 
@@ -41,7 +41,7 @@ def trainer(size=3, *, rank=0, step=0, training=True, **changes):
         state=SimpleNamespace(global_step=step),
         train_dataset=None,
         eval_dataset=None,
-        reward_func_names=["recorded_reward"],
+        reward_funcs=[recorded_reward],
         _tree=SimpleNamespace(planner=SimpleNamespace(vocab_size=10)),
         _accepts_token_advantages=True,
     )
@@ -231,7 +231,7 @@ def test_what_cannot_be_trained_is_refused(rows, options, message):
             {"max_completion_length": 3},
             r"got longer ones in row 3 of group 'a' \(4\): set max_completion_length=4, or too_long",
         ),
-        (ROWS, {"use_vllm": True}, "use_vllm=False with recorded rollouts"),
+        (ROWS, {"use_vllm": True}, "neither use_vllm nor tools with recorded rollouts"),
         (
             [*ROWS, {**ROWS[1], "token_ids": [1, 10]}],
             {},
@@ -268,6 +268,44 @@ def test_only_the_groups_that_are_used_count():
         recording(["c"] * 3, trainer())
     with pytest.raises(ValueError, match="repeated 3 times in a row, got another at prompt 1"):
         recording(["a", "b", "b"], trainer())
+
+
+def test_arguments_alone():
+    """Of all groups, before there is a trainer."""
+    recording = RecordedRollouts(ROWS, logprobs="rescored")
+    recording.check(trainer().args)
+    for changes, message in (
+        ({"num_generations": 2}, "num_generations=2 episodes"),
+        ({"generation_batch_size": 9}, "at most 2 groups per generation"),
+        ({"max_completion_length": 3}, "max_completion_length=3 tokens"),
+        ({"use_vllm": True}, "use_vllm=False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recording.check(SimpleNamespace(**{**vars(trainer().args), **changes}))
+
+
+def test_own_reward_functions_need_no_recorded_rewards():
+    """Nor groups of several."""
+    other = trainer()
+    other.reward_funcs = [lambda completions, **_: [0.0] * len(completions)]
+    RecordedRollouts([{**ROWS[1], "reward": None}], logprobs="rescored").check_trainer(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"off_policy": "yes"}, "'off_policy' to be true or false, got 'yes'"),
+        ({"logprobs": None, "off_policy": True}, "'logprobs' where 'off_policy' is set, got none"),
+        ({"absent": [False, True]}, r"'absent' to be a list of 3 of true and false, got \[False, True\]"),
+        ({"absent": [False, False, True]}, "no rows of an episode that is 'absent', got some of episode 2"),
+        ({"absent": [False] * 3, "episode": None}, "'absent' beside 'episode' only"),
+    ],
+)
+def test_the_contract_of_its_keys(changes, message):
+    """Any rollout function may use them."""
+    output = {**handed_out(RecordedRollouts(with_values()), "a"), **changes}
+    with pytest.raises(ValueError, match=message):
+        check_rollouts(output, 3)
 
 
 def test_tokens_with_advantages_of_their_own():

@@ -1,5 +1,6 @@
 """Training from recorded rollouts: as their policy it is stock TRL's, off-policy it is a plain loop's."""
 
+import itertools
 import json
 
 import pytest
@@ -7,12 +8,15 @@ import torch
 from support import recorded
 from support.episode_oracle import advantages_of
 from support.episode_runs import assert_follows, build_trainer, followed, train
+from support.episodes import RaggedRollouts
 from support.recordings import WatchedRecording, episodes_with_unknown, rows_of_episodes, rows_of_prompts
 from support.trainer_runs import assert_same_training, run_trainer
 from trl import GRPOConfig, GRPOTrainer
 
+import harts_hf.trainers.advantages
 from harts_hf import TreeGMPOConfig, TreeGMPOTrainer, TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.rollouts import RecordedRollouts
+from harts_hf.rollouts.credit import tree_advantages
 from harts_hf.trainers.hooks import TreeHooks
 
 # Four groups, two in a step.
@@ -100,6 +104,57 @@ def test_the_policy_is_not_scored_in_vain(with_adapter, tmp_path, monkeypatch):
         TreeGRPOTrainer, TreeGRPOConfig, tmp_path, rollout_func=recording, tree_sharing="always", **options
     )
     assert len(scored) == 1 and (with_adapter or scored[0] is trainer.ref_model)
+
+
+def test_any_rollout_function_may_be_off_policy(tmp_path):
+    """What its log-probs are where nothing is trained does not matter; vLLM's correction would count them twice."""
+
+    def change(output):
+        output["off_policy"] = True
+        wild = itertools.cycle([None, float("nan"), -1000.0])
+        for logprobs, mask in zip(output["logprobs"], output["env_mask"], strict=True):
+            logprobs[:] = [value if own else next(wild) for value, own in zip(logprobs, mask, strict=True)]
+
+    rollouts = RaggedRollouts(change=change)
+    trainer = build_trainer(tmp_path, rollouts, loss_type="grpo")
+    run = train(trainer, rollouts)
+    assert_follows(run, followed(run, off_policy=True))
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+    output = rollouts(["p0"] * 4, trainer)
+    with pytest.raises(ValueError, match="vllm_importance_sampling_correction=False with 'off_policy'"):
+        trainer._checked(output, 4)
+
+
+def test_absent_episodes_count_nowhere(tmp_path, monkeypatch):
+    """Not in lengths that are logged, nor where the rewards below a turn are compared."""
+    compared = []
+
+    def counted(credit, trajectories, *args, **options):
+        compared.append(trajectories)
+        return tree_advantages(credit, trajectories, *args, **options)
+
+    monkeypatch.setattr(harts_hf.trainers.advantages, "tree_advantages", counted)
+    recording = WatchedRecording(rows_of_episodes())
+    run = train(build_trainer(tmp_path, recording, max_steps=1, tree_credit="branch"), recording.log)
+    (generation,) = run.rollouts.training
+    present = [episode for episode in generation.episodes if not episode.is_absent]
+    assert len(present) < len(generation.episodes)
+    num_samples = sum(len(episode.samples) for episode in present)
+    assert len(compared[0]) == num_samples
+    assert run.logs[0]["completions/samples_per_episode"] == pytest.approx(num_samples / len(present))
+    shortest = min(sum(map(len, (one.completion_ids for one in episode.samples))) for episode in present)
+    assert 0 < run.logs[0]["completions/min_length"] <= shortest
+
+
+def test_trainers_check_recordings_when_they_are_made(tmp_path):
+    """Before any step, and before a vLLM server is looked for."""
+    recording = RecordedRollouts(rows_of_prompts())
+    for options, message in (
+        ({"num_generations": 2}, "at most num_generations=2 episodes"),
+        ({"use_vllm": True}, "expected use_vllm=False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, rollout_func=recording, **options)
 
 
 def test_recorded_advantages_of_rows(tmp_path):
