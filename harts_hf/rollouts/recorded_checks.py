@@ -12,6 +12,35 @@ if TYPE_CHECKING:
     from harts_hf.rollouts.recorded_rollouts import RecordedRollouts
 
 
+def check_logprobs(groups: Iterable[RecordedGroup]) -> None:
+    """Raises ValueError for samples without log-probs, but those of which nothing is trained."""
+    without = [sample.where for sample in _samples(groups) if sample.logprobs is None and sample.mask.any()]
+    if without:
+        raise ValueError(
+            f"expected old_logprobs in every row with logprobs='recorded', got none in {named(without)}: "
+            "logprobs='rescored' compares with the policy's own"
+        )
+
+
+def uses_advantages(groups: Iterable[RecordedGroup], choice: str) -> bool:
+    """Whether advantages are the rows' own.
+
+    Raises:
+        ValueError: some are missing.
+    """
+    samples = list(_samples(groups))
+    has_any = any(sample.advantage is not None for sample in samples)
+    if choice == "rewards" or not (has_any or choice == "recorded"):
+        return False
+    without = [sample.where for sample in samples if sample.advantage is None and sample.mask.any()]
+    if without:
+        raise ValueError(
+            f"expected an advantage in every row, got none in {named(without)}: advantages='rewards' computes all of "
+            "them from rewards"
+        )
+    return True
+
+
 def check_arguments(recorded: "RecordedRollouts", args: Any) -> None:
     """Checks all groups against a trainer's arguments.
 

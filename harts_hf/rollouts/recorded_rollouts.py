@@ -8,12 +8,11 @@ import numpy as np
 
 from harts_hf.rollouts.calls import Calls
 from harts_hf.rollouts.episodes import ABSENT, EXACT_MASK, OFF_POLICY
-from harts_hf.rollouts.recorded_checks import check_arguments, check_trainer
+from harts_hf.rollouts.recorded_checks import check_arguments, check_logprobs, check_trainer, uses_advantages
 from harts_hf.rollouts.recorded_episodes import (
     RecordedEpisode,
     RecordedGroup,
     RecordedSample,
-    named,
     read_groups,
     recorded_groups,
 )
@@ -105,8 +104,8 @@ class RecordedRollouts:
         self._calls = Calls()
         self._numbers = {name: number for number, name in enumerate(self.groups)}
         if self.is_off_policy:
-            self._check_logprobs()
-        self.has_recorded_advantages = self._has_advantages(advantages)
+            check_logprobs(self.groups.values())
+        self.has_recorded_advantages = uses_advantages(self.groups.values(), advantages)
 
     @property
     def group_sizes(self) -> dict[str, int]:
@@ -179,10 +178,7 @@ class RecordedRollouts:
             "completion_ids": [sample.token_ids[sample.prompt_length :].tolist() for _, sample in rows],
             "env_mask": [sample.mask.astype(int).tolist() for _, sample in rows],
             "logprobs": [_logprobs(sample) for _, sample in rows] if self.is_off_policy else None,
-            # Where advantages are recorded, a missing reward is nothing but a number in the logs.
-            "recorded_reward": [
-                0.0 if episode is None or episode.reward is None else episode.reward for episode in chosen
-            ],
+            "recorded_reward": [None if episode is None else episode.reward for episode in chosen],
             ABSENT: [episode is None for episode in chosen],
             OFF_POLICY: self.is_off_policy,
             EXACT_MASK: self._exact_masks,
@@ -238,39 +234,13 @@ class RecordedRollouts:
             advantage=advantage[:limit] if isinstance(advantage, np.ndarray) else advantage,
         )
 
-    def _check_logprobs(self) -> None:
-        without = [
-            sample.where
-            for group in self.groups.values()
-            for sample in group.samples
-            if sample.logprobs is None and sample.mask.any()
-        ]
-        if without:
-            raise ValueError(
-                "expected old_logprobs in every row with logprobs='recorded', got none in "
-                f"{named(without)}: logprobs='rescored' compares with the policy's own"
-            )
 
-    def _has_advantages(self, choice: str) -> bool:
-        without, has_any = [], False
-        for group in self.groups.values():
-            for sample in group.samples:
-                has_any |= sample.advantage is not None
-                if sample.advantage is None and sample.mask.any():
-                    without.append(sample.where)
-        if choice == "rewards" or not (has_any or choice == "recorded"):
-            return False
-        if without:
-            raise ValueError(
-                f"expected an advantage in every row, got none in {named(without)}: advantages='rewards' computes all "
-                "of them from rewards"
-            )
-        return True
+def recorded_reward(*, recorded_reward: list[float | None], **_: Any) -> list[float]:
+    """The reward function for :class:`RecordedRollouts`: what the file says of each episode.
 
-
-def recorded_reward(*, recorded_reward: list[float], **_: Any) -> list[float]:
-    """The reward function for :class:`RecordedRollouts`: what the file says of each episode."""
-    return recorded_reward
+    A missing one is 0: trainers check that there is none, unless advantages are recorded, and then it is only logged.
+    """
+    return [0.0 if reward is None else reward for reward in recorded_reward]
 
 
 def _logprobs(sample: RecordedSample) -> list[float]:

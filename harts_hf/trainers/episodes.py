@@ -18,14 +18,12 @@ from trl.data_utils import is_conversational
 from harts_hf.rollouts.checks import check_rollouts
 from harts_hf.rollouts.episodes import OFF_POLICY, RESERVED_KEYS, Episodes, read_episodes
 from harts_hf.rollouts.recorded_rollouts import RecordedRollouts
+from harts_hf.trainers.grouping import grouped, ungrouped
 from harts_hf.trainers.lengths import log_lengths
 from harts_hf.trainers.off_policy import has_unknown
 from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.replacing import replaced
 from harts_hf.trainers.weighing import UNITS, WEIGHTED_ITEMS, WEIGHTS, StepTotals, Unit, trained, weighed_loss
-
-# Rows per episode of a batch that is grouped by episodes. It comes first: TRL sizes a batch by its first entry.
-_COUNTS = "rows_of_episode"
 
 
 class _State(NamedTuple):
@@ -74,8 +72,8 @@ class TreeEpisodes:
         self._generated: tuple[list[list[int]], list[list[int]]] = ([], [])  # prompts and completions of all rows
         self._rewards_per_func: torch.Tensor | None = None
         super().__init__(model, reward_funcs, args, *more, **kwargs)  # type: ignore[call-arg]
-        if isinstance(recorded, RecordedRollouts):
-            recorded.check_trainer(self)
+        if isinstance(self.rollout_func, RecordedRollouts):
+            self.rollout_func.check_trainer(self)
         # Outside whatever a subclass makes of it.
         self._calculate_rewards = functools.partial(self._rewards_of, self._calculate_rewards)
 
@@ -227,8 +225,8 @@ class TreeEpisodes:
         if not self.model.training:
             return parent._prepare_inputs(generation_batch)
         score = self._generate_and_score_completions
-        with replaced(self, "_generate_and_score_completions", lambda inputs: _grouped(score(inputs))):
-            return _ungrouped(parent._prepare_inputs(generation_batch))
+        with replaced(self, "_generate_and_score_completions", lambda inputs: grouped(score(inputs))):
+            return ungrouped(parent._prepare_inputs(generation_batch))
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -265,34 +263,3 @@ def _state(output: Mapping[str, Any], error: Exception | None) -> _State:
     is_off_policy = bool(output.get(OFF_POLICY))
     has_episodes = output.get("episode") is not None
     return _State("", has_episodes, is_off_policy, is_off_policy and has_unknown(output))
-
-
-def _grouped(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch with an entry per episode: the rows of each, ``[k, ...]``."""
-    if WEIGHTS not in batch:
-        return batch
-    counts = torch.bincount(batch["episode"])
-    ends = counts.cumsum(0).tolist()
-    of_each: dict[str, Any] = {}
-    for key, value in batch.items():
-        is_scalar = not isinstance(value, torch.Tensor | list) or (isinstance(value, torch.Tensor) and not value.ndim)
-        if not is_scalar and len(value) != ends[-1]:
-            raise ValueError(
-                f"expected {key!r} of the batch to have {ends[-1]} entries, one per row, got {len(value)}"
-            )
-        starts = [0, *ends]
-        of_each[key] = value if is_scalar else [value[a:b] for a, b in zip(starts, ends, strict=False)]
-    return {_COUNTS: counts, **of_each}
-
-
-def _ungrouped(batch: dict[str, Any]) -> dict[str, Any]:
-    """A slice of a grouped batch with an entry per row."""
-    if _COUNTS not in batch:
-        return batch
-    return {
-        key: _joined(value) if isinstance(value, list) else value for key, value in batch.items() if key != _COUNTS
-    }
-
-
-def _joined(parts: list[Any]) -> Any:
-    return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else [value for part in parts for value in part]

@@ -45,7 +45,13 @@ class TreeOffPolicy:
         return output
 
     def _get_per_token_logps_and_entropies(
-        self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, **more: Any
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
         """TreeHooks'. The policy's own old log-probs, where recorded ones will replace them, are zeros: no forward."""
         parent: Any = super()
@@ -58,7 +64,7 @@ class TreeOffPolicy:
         ):
             return torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None
         found: tuple[torch.Tensor, torch.Tensor | None, Any] = parent._get_per_token_logps_and_entropies(
-            model, input_ids, attention_mask, logits_to_keep, **more
+            model, input_ids, attention_mask, logits_to_keep, *args, **more
         )
         return found
 

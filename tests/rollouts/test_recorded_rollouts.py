@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from harts_hf.rollouts import RecordedRollouts, recorded_reward
 from harts_hf.rollouts.checks import check_rollouts
+from harts_hf.rollouts.episodes import read_episodes
 from harts_hf.rollouts.files import read_rollout_file, read_rollouts
 
 # Group a: an episode of two samples and two of one; b: one that the policy began with its first token.
@@ -61,7 +62,8 @@ def test_prompts_end_before_the_first_trained_token():
     assert output["completion_ids"] == [[3], [7, 8], [7, 3, 3, 9], [4], [2]]
     assert output["env_mask"] == [[1], [1, 1], [1, 0, 1, 0], [1], [0]]
     assert output["logprobs"] == [[-0.1], [-0.2, -0.3], [-0.1, 0.0, -0.3, 0.0], [-0.2], [0.0]]
-    assert output["recorded_reward"] == [0.5, 0.0, 0.0, 1.0, 2.0, 3.0]
+    assert output["recorded_reward"] == [0.5, None, None, 1.0, 2.0, 3.0]
+    assert recorded_reward(recorded_reward=output["recorded_reward"], completions=[]) == [0.5, 0.0, 0.0, 1.0, 2.0, 3.0]
     assert output["absent"] == [False, True, True, False, False, False]
     assert output["off_policy"] is True and "advantages" not in output
 
@@ -140,6 +142,14 @@ def test_a_group_may_lie_on_several_processes():
         of_ranks = [recording(prompts[rank * size :][:size], trainer(rank=rank)) for rank in range(parts)]
         for key in ("prompt_ids", "completion_ids", "recorded_reward", "absent"):
             assert [value for output in of_ranks for value in output[key]] == whole[key]
+
+
+def test_a_process_may_have_nothing_but_absent_places():
+    """Each is a row of which nothing is trained."""
+    output = RecordedRollouts(with_values())(["b"] * 2, trainer(4, rank=1))
+    check_rollouts(output, 2)
+    rows, episodes = read_episodes(output, 2, 1)
+    assert rows["completion_ids"] == [[1], [1]] and rows["env_mask"] == [[0], [0]] and episodes.is_absent.all()
 
 
 def test_subsampled_groups_are_drawn_by_seed_and_step():

@@ -146,6 +146,26 @@ def test_absent_episodes_count_nowhere(tmp_path, monkeypatch):
     assert 0 < run.logs[0]["completions/min_length"] <= shortest
 
 
+def test_resuming(tmp_path):
+    """A resumed run goes on as one that was never interrupted, bit for bit: what it draws depends on the step only."""
+    options = {
+        "num_generations": 3,
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+
+    def run(folder, resume=None):
+        recording = RecordedRollouts(rows_of_prompts(), oversized="subsample")
+        return train(build_trainer(folder, recording, **options), RaggedRollouts(), resume=resume)
+
+    whole = run(tmp_path / "whole")
+    resumed = run(tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-2"))
+    assert all(torch.equal(value, resumed.parameters[name]) for name, value in whole.parameters.items())
+
+
 def test_trainers_check_recordings_when_they_are_made(tmp_path):
     """Before any step, and before a vLLM server is looked for."""
     recording = RecordedRollouts(rows_of_prompts())
