@@ -8,9 +8,14 @@ from torch import nn
 
 from harts_hf.modeling import patch
 from harts_hf.modeling.checks import check_trainable
+from harts_hf.trainers.loading import load_tokenizer, loading_text_models
 from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.refusals import AUX_LOSS_MESSAGE, check_settings, check_trl_version
 from harts_hf.trainers.resuming import load_weights
+from harts_hf.trainers.sampling import check_sampling
+
+# TRL's positional arguments between args and processing_class.
+_DATASETS = 2
 
 
 class TreeHooks:
@@ -36,9 +41,13 @@ class TreeHooks:
             args = self._config_class(output_dir=type(self).__name__)
         if not isinstance(args, self._config_class):
             raise ValueError(f"expected args to be a {self._config_class.__name__}, got {type(args).__name__}")
+        if len(more) < _DATASETS + 1 and kwargs.get("processing_class") is None:
+            kwargs["processing_class"] = load_tokenizer(model, args)
         parent: Any = super()
-        parent.__init__(model, reward_funcs, args, *more, **kwargs)
+        with loading_text_models(type(self)):
+            parent.__init__(model, reward_funcs, args, *more, **kwargs)
         check_settings(self)
+        check_sampling(self)
         patch(self.model)
         if self.ref_model is not None:
             patch(self.accelerator.unwrap_model(self.ref_model))
