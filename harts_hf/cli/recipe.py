@@ -90,14 +90,29 @@ def parse(argv: Sequence[str]) -> tuple[TrainArguments, Any, PolicyArguments]:
     return arguments, training, model
 
 
+def peek(argv: Sequence[str], name: str) -> Any:
+    """What recipe and command line say about one field, as it stands there; None if nothing.
+
+    Raises:
+        ValueError: a file that is no recipe.
+        OSError: no such recipe.
+    """
+    path, options = split_recipe(argv)
+    return _said({} if path is None else read_recipe(path), options, name)
+
+
+def _said(recipe: dict[str, Any], options: Sequence[str], name: str) -> Any:
+    value = recipe.get(name)
+    for index, option in enumerate(options):
+        key, is_joined, joined = option.partition("=")
+        if key.replace("-", "_") == f"__{name}" and (is_joined or index + 1 < len(options)):
+            value = joined if is_joined else options[index + 1]
+    return value
+
+
 def _trainer(recipe: dict[str, Any], options: Sequence[str]) -> str:
     """The name of the trainer, which decides what other keys there are."""
-    name = recipe.get("trainer", "grpo")
-    for index, option in enumerate(options):
-        if option.startswith("--trainer="):
-            name = option.partition("=")[2]
-        elif option == "--trainer" and index + 1 < len(options):
-            name = options[index + 1]
+    name = _said(recipe, options, "trainer") or "grpo"
     if name not in TRAINERS:
         raise ValueError(f"expected trainer to be one of {', '.join(TRAINERS)}, got {name!r}")
     return name
