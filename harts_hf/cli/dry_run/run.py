@@ -1,6 +1,7 @@
 """The dry run itself: goes through all that a training would begin with, collecting what is refused."""
 
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -155,13 +156,15 @@ class _Run:
         kind = TRAINERS[self.arguments.trainer]
         with without_weights(), torch.device("meta"):
             policy = find_policy(self.arguments, self.training, self.model, parts.tokenizer)
-        server, self.training.use_vllm = self.training.use_vllm, False  # which the constructor would talk to
+        training = self.training
+        before = {name: getattr(training, name) for name in ("use_vllm", "output_dir")}
+        training.use_vllm = False  # the constructor would talk to the server
         try:
-            with without_weights():
+            with without_weights(), tempfile.TemporaryDirectory() as training.output_dir:  # and make the folder
                 parts.trainer = kind.trainer(
                     policy,
                     parts.rewards,
-                    args=self.training,
+                    args=training,
                     train_dataset=parts.train,
                     eval_dataset=parts.evaluation,
                     processing_class=parts.tokenizer,
@@ -169,8 +172,9 @@ class _Run:
                     **parts.source.arguments,
                 )
         finally:
-            self.training.use_vllm = server
-        parts.trainer.use_vllm = server
+            for name, value in before.items():
+                setattr(training, name, value)
+        parts.trainer.use_vllm = training.use_vllm
 
     def _processes(self) -> None:
         """What the trainer would refuse under the backend, which this process does not have."""
