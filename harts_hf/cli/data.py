@@ -23,14 +23,9 @@ def train_dataset(arguments: TrainArguments, training: Any, source: RolloutSourc
         return _named(arguments, arguments.dataset_train_split)
     if source.make_dataset is not None:
         return source.make_dataset()
-    if source.task is None:
-        if source.plays_itself:
-            return None
-        raise ValueError(
-            f"expected dataset_name, prompts to train on, where rollouts come from {arguments.source or 'TRL'}, "
-            "got none"
-        )
-    prompts = source.task.prompts()
+    if source.plays_itself and source.collector is None:
+        return None  # TRL makes one
+    prompts = _own_prompts(arguments, source, "train on")
     if training.max_steps < 1:
         raise ValueError(f"expected max_steps of at least 1 where no dataset is named, got {training.max_steps}")
     per_step = training.generation_batch_size // training.num_generations
@@ -53,12 +48,20 @@ def eval_dataset(arguments: TrainArguments, training: Any, source: RolloutSource
         return _named(arguments, arguments.dataset_test_split)
     if source.make_dataset is not None:
         return source.make_dataset()
+    return Dataset.from_dict({"prompt": _own_prompts(arguments, source, "evaluate")})
+
+
+def _own_prompts(arguments: TrainArguments, source: RolloutSource, purpose: str) -> list[Any]:
+    """Those of the environment or the agent; of a TRL environment an empty one, to which its reset adds the task."""
+    if source.plays_itself:
+        return [[{"role": "user", "content": ""}]]
     if source.task is None:
         raise ValueError(
-            f"expected dataset_name, prompts to evaluate, with eval_strategy {training.eval_strategy.value!r}, got none"
+            f"expected dataset_name, prompts to {purpose}, where rollouts come from {arguments.source or 'TRL'}, "
+            "got none"
         )
-    prompts = getattr(source.task, "eval_prompts", source.task.prompts)()
-    return Dataset.from_dict({"prompt": list(prompts)})
+    own = getattr(source.task, "eval_prompts", None) if purpose == "evaluate" else None
+    return list((own or source.task.prompts)())
 
 
 def _named(arguments: TrainArguments, split: str) -> Any:

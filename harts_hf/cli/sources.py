@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from harts_hf.cli.source_arguments import FORK_OPTIONS
@@ -23,7 +23,7 @@ class RolloutSource:
         reward: the reward function where the recipe names none; None where TRL knows one, or none is known.
         task: has ``prompts()`` and ``tokenizer()``, and may have ``eval_prompts()``; None if nobody does.
         make_dataset: makes the training data set where the recipe names none and there is no task.
-        plays_itself: TRL's environments own their prompts: a data set may be left out.
+        plays_itself: a TRL environment owns its prompts: a data set may be left out.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def reward_functions(arguments: TrainArguments, source: RolloutSource) -> list[A
     ]
     if named or source.reward is not None:
         return named or [source.reward]
-    if not source.plays_itself:
+    if not source.plays_itself or source.collector is not None:
         raise ValueError(
             "expected reward_funcs, dotted paths of reward functions, where rollouts come from "
             f"{arguments.source or 'prompts'}, got none"
@@ -123,13 +123,20 @@ def _environment_factory(arguments: TrainArguments, training: Any) -> RolloutSou
     factory = _callable("environment_factory", arguments.environment_factory, "a class with reset, or a function")
     make = functools.partial(factory, **cast(dict, arguments.environment_kwargs))
     if arguments.asks_for_forks:
-        raise ValueError(
-            f"expected no options of forks (branching, fork_turns, fork_policy, ...) with environment_factory, whose "
-            f"conversations TRL samples one by one, got some beside {arguments.environment_factory!r}: make it an "
-            "environment (a subclass of harts_hf.rollouts.Environment) to fork it"
-        )
+        return _forked_factory(make, arguments, training)
     _made(make, arguments)
     return RolloutSource(arguments={"environment_factory": make, **_tools(arguments)}, plays_itself=True)
+
+
+def _forked_factory(factory: Callable[[], Any], arguments: TrainArguments, training: Any) -> RolloutSource:
+    """TRL's environment, and tools, as an environment of ours, which forks."""
+    from harts_hf.rollouts.environments.tools import ToolEnvironment
+
+    inner = _made(factory, arguments)
+    make = functools.partial(ToolEnvironment, factory, tools=_tools(arguments).get("tools", ()))
+    source = _forking(make, arguments, training)
+    reward = source.reward if callable(getattr(inner, "get_reward", None)) else None
+    return replace(source, reward=reward, task=None, plays_itself=True)
 
 
 def _made(make: Callable[[], Any], arguments: TrainArguments) -> Any:
