@@ -16,16 +16,16 @@ FORK_OPTIONS = {
 FORKS = ("branching", "fork_turns", "early_ends", "fork_roots", "fork_budget")
 # Sources of rollouts, and the options that are theirs besides; with none of them TRL samples completions of prompts.
 SOURCES: dict[str, tuple[str, ...]] = {
-    "environment": ("environment_kwargs", *FORKS),
-    "agent": ("agent_kwargs",),
-    "agent_command": (),
-    "environment_factory": ("environment_kwargs", "tools", *FORKS),
+    "environment": ("environment_kwargs", "collector_kwargs", *FORKS),
+    "agent": ("agent_kwargs", "collector_kwargs"),
+    "agent_command": ("collector_kwargs",),
+    "environment_factory": ("environment_kwargs", "collector_kwargs", "tools", *FORKS),
     "rollout_func": (),
     "recorded_rollouts": ("recorded_kwargs",),
 }
 NO_SOURCE = ("tools",)
 # Each is checked; of numbers with a default nobody can say whether they were given.
-OPTIONS_OF_SOURCES = ("environment_kwargs", "agent_kwargs", "recorded_kwargs", "tools", *FORKS)
+OPTIONS_OF_SOURCES = ("environment_kwargs", "agent_kwargs", "collector_kwargs", "recorded_kwargs", "tools", *FORKS)
 
 
 @dataclass
@@ -51,6 +51,9 @@ class SourceArguments:
             Seconds that an agent may take for an episode.
         agent_concurrency (`int`, *optional*, defaults to `64`):
             Agents that run at a time.
+        collector_kwargs (`dict`, *optional*):
+            Further options of what collects: `harts_hf.rollouts.TreeRolloutCollector` for environments,
+            `harts_hf.rollouts.AgentRolloutCollector` for agents.
         environment_factory (`str`, *optional*):
             Dotted path of what TRL calls by that name: a class (or a function that makes an object) whose methods are
             the policy's tools. Its conversations do not fork unless an option of forks is given.
@@ -102,6 +105,10 @@ class SourceArguments:
     )
     agent_timeout: float = field(default=600.0, metadata={"help": "Seconds that an agent may take for an episode."})
     agent_concurrency: int = field(default=64, metadata={"help": "Agents that run at a time."})
+    collector_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Further options of TreeRolloutCollector, or for agents of AgentRolloutCollector (JSON)."},
+    )
     environment_factory: str | None = field(
         default=None,
         metadata={"help": "Dotted path of TRL's environment_factory: its methods are the policy's tools."},

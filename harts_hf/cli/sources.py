@@ -110,7 +110,9 @@ def _environment(arguments: TrainArguments, training: Any) -> RolloutSource:
 
 def _forking(make: Callable[[], Any], arguments: TrainArguments, training: Any) -> RolloutSource:
     task = _made(make, arguments)
-    collector = TreeRolloutCollector(
+    collector = _collector(
+        TreeRolloutCollector,
+        arguments,
         make,
         fork_policy=_fork_policy(arguments, training.num_generations),
         max_turns=arguments.max_turns,
@@ -124,6 +126,11 @@ def _environment_factory(arguments: TrainArguments, training: Any) -> RolloutSou
     make = functools.partial(factory, **cast(dict, arguments.environment_kwargs))
     if arguments.asks_for_forks:
         return _forked_factory(make, arguments, training)
+    if arguments.collector_kwargs:
+        raise ValueError(
+            "expected no collector_kwargs where TRL plays its environments itself, got "
+            f"{arguments.collector_kwargs}: an option of forks (branching, ...) has them collected as trees"
+        )
     _made(make, arguments)
     return RolloutSource(arguments={"environment_factory": make, **_tools(arguments)}, plays_itself=True)
 
@@ -168,7 +175,9 @@ def _agent(arguments: TrainArguments) -> RolloutSource:
                 agent = make(**kwargs)
             except TypeError as error:  # a keyword argument that the class does not know
                 raise ValueError(f"agent_kwargs do not fit {arguments.agent}: {error}") from error
-    collector = AgentRolloutCollector(
+    collector = _collector(
+        AgentRolloutCollector,
+        arguments,
         agent,
         max_turns=arguments.max_turns,
         max_turn_tokens=arguments.max_turn_tokens,
@@ -176,6 +185,15 @@ def _agent(arguments: TrainArguments) -> RolloutSource:
         max_concurrent=arguments.agent_concurrency,
     )
     return RolloutSource(arguments={"rollout_func": collector}, reward=agent_reward, task=collector.agent)
+
+
+def _collector(kind: Any, arguments: TrainArguments, played: Any, **options: Any) -> Any:
+    """A collector with the recipe's ``collector_kwargs``, which may say once more what keys of their own say."""
+    more = cast(dict, arguments.collector_kwargs)
+    try:
+        return kind(played, **{**options, **more})
+    except TypeError as error:  # an option that it does not know
+        raise ValueError(f"collector_kwargs do not fit {kind.__name__}: {error}") from error
 
 
 def _recorded(arguments: TrainArguments, tokenizer: Any) -> RolloutSource:

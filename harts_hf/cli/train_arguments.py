@@ -8,7 +8,7 @@ from trl import ModelConfig, ScriptArguments
 from harts_hf.cli.source_arguments import SourceArguments, as_dict
 from harts_hf.cli.trainer_kinds import TRAINERS
 
-DICT_FIELDS = ("model_config", "environment_kwargs", "agent_kwargs", "recorded_kwargs")
+DICT_FIELDS = ("model_config", "environment_kwargs", "agent_kwargs", "collector_kwargs", "recorded_kwargs")
 
 
 @dataclass
