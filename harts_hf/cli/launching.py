@@ -111,9 +111,13 @@ def _read(path: str, num_processes: int | None) -> Launch:
     try:
         config: Any = load_config_from_file(path)
     except Exception as error:  # OSError, YAML's, and ValueErrors of its own
-        raise ValueError(f"expected accelerate_config to be a file that Accelerate reads, got {path!r}: {error}") from error
+        raise ValueError(
+            f"expected accelerate_config to be a file that Accelerate reads, got {path!r}: {error}"
+        ) from error
     if not isinstance(config, ClusterConfig):
-        raise ValueError(f"expected accelerate_config of machines of one's own, got {config.compute_environment.value}")
+        raise ValueError(
+            f"expected accelerate_config of machines of one's own, got {config.compute_environment.value}"
+        )
     refused = []
     count = config.num_processes
     if num_processes is not None and num_processes != count:
@@ -148,7 +152,9 @@ def _deepspeed(config: dict[str, Any], path: str, refused: list[str]) -> tuple[s
         try:
             settings = json.loads(file.read_text())
         except (OSError, ValueError) as error:
-            raise ValueError(f"expected deepspeed_config_file of {path} to be JSON, got {str(file)!r}: {error}") from error
+            raise ValueError(
+                f"expected deepspeed_config_file of {path} to be JSON, got {str(file)!r}: {error}"
+            ) from error
         zero = settings.get("zero_optimization", {})
         stage = zero.get("stage", 0)
         offload = zero.get("offload_optimizer", {}).get("device", "none")

@@ -8,11 +8,11 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from benchmarks.gpu.registry import STEP_MODELS
 from support.chat import TEMPLATE
 from support.recorded import tokenizer
 from transformers import AutoConfig
 
+from benchmarks.gpu.registry import STEP_MODELS
 from harts_hf.cli.main import main as harts
 from harts_hf.cli.recipe import parse, read_recipe
 

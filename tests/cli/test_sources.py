@@ -140,7 +140,9 @@ def test_evaluation(train, tmp_path):
     assert "step     1/1  evaluation: reward" in said
     (entry,) = [json.loads(line) for line in (tmp_path / "out" / "evaluation.jsonl").read_text().splitlines()]
     assert entry["step"] == 1 and "eval_reward" in entry
-    status, said, error = train(*DATA, *REWARDS, *evaluation, "--dataset_test_split", "train", "--disable_tqdm", "false")
+    status, said, error = train(
+        *DATA, *REWARDS, *evaluation, "--dataset_test_split", "train", "--disable_tqdm", "false"
+    )
     assert status == 0, error
     assert "step     1/1" not in said and "1/1" in error  # TRL's bar instead
 
@@ -153,10 +155,16 @@ def test_evaluation(train, tmp_path):
         (("--rollout_func", "my_code:play", *REWARDS), "prompts to train on, where rollouts come from rollout_func"),
         (("--rollout_func", "my_code:play", "--tools", "my_code:weather"), "expected no tools beside rollout_func"),
         (("--rollout_func", "my_code:none"), "expected rollout_func to be the dotted path of a rollout function"),
-        (("--rollout_func", "my_code:play", "--environment_factory", "my_code:Counter"), "got environment_factory and"),
+        (
+            ("--rollout_func", "my_code:play", "--environment_factory", "my_code:Counter"),
+            "got environment_factory and",
+        ),
         (("--branching", "2", "2"), "expected no branching without environment or environment_factory, got [2, 2]"),
         (("--environment_factory", "my_code:Counter", "--environment_kwargs.x", "1"), "do not fit my_code:Counter"),
-        (("--environment_factory", "my_code:Counter", "--collector_kwargs.x", "1"), "expected no collector_kwargs where"),
+        (
+            ("--environment_factory", "my_code:Counter", "--collector_kwargs.x", "1"),
+            "expected no collector_kwargs where",
+        ),
         (("--trainer", "ppo"), "expected trainer to be one of grpo, gmpo, rloo, got 'ppo'"),
         (
             ("--trainer", "rloo", "--rollout_func", "my_code:play", *DATA, *REWARDS),

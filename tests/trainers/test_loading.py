@@ -77,7 +77,9 @@ def test_a_configuration_without_architectures(tmp_path):
 
 def test_dropout_of_adapters_is_named_with_what_works(tmp_path):
     """The field, its value, and the value that works."""
-    with pytest.raises(UnsupportedModelError, match=r"got lora_dropout = 0\.05 in adapter 'default': set lora_dropout=0"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"got lora_dropout = 0\.05 in adapter 'default': set lora_dropout=0"
+    ):
         TreeGRPOTrainer(
             tiny_model("qwen3_5_text"),
             recorded.recorded_reward,

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, training_args
 
 from harts_hf.trainers.replacing import replaced
@@ -30,9 +31,8 @@ def without_weights() -> Iterator[None]:
         for name in _BUILDERS:
             if name in sys.modules:
                 stack.enter_context(replaced(sys.modules[name], "create_model_from_path", _model_of_configuration))
-        stack.enter_context(
-            replaced(TrainingArguments, "place_model_on_device", property(lambda arguments: False))
-        )
+        stack.enter_context(replaced(Accelerator, "prepare_model", lambda accelerator, model, **options: model))
+        stack.enter_context(replaced(TrainingArguments, "place_model_on_device", property(lambda arguments: False)))
         yield
 
 

@@ -116,7 +116,9 @@ def _plan(schedule: Schedule) -> str:
 
 def _time(found: Findings) -> str:
     assert found.schedule is not None
-    text = f"about {found.schedule.estimated_seconds:.3g} s an update, by the cost model {found.schedule.cost.source!r}"
+    text = (
+        f"about {found.schedule.estimated_seconds:.3g} s an update, by the cost model {found.schedule.cost.source!r}"
+    )
     if found.training.tree_cost is None:
         text += " (whatever model and machine this is: `harts bench --fit-cost` and tree_cost give its own)"
     return f"{text}; forwards and backwards alone, without sampling, communication and the optimizer"
@@ -128,5 +130,7 @@ def _memory(parts: list[Part]) -> list[str]:
         size = "unknown" if part.bytes is None else f"{part.bytes / 1e9:,.3f} GB"
         lines += _line("", f"{'=' if part.exact else '~'} {part.name:<20}{size:>12}  {part.note}")
     known = sum(part.bytes for part in parts if part.bytes is not None)
-    lines += _line("", f"~ {'together':<20}{known / 1e9:>9,.3f} GB  without sampling (kept states), temporary tensors, CUDA")
+    lines += _line(
+        "", f"~ {'together':<20}{known / 1e9:>9,.3f} GB  without sampling (kept states), temporary tensors, CUDA"
+    )
     return lines

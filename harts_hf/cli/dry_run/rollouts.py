@@ -44,9 +44,7 @@ def file_rollouts(path: str, training: Any, tokenizer: Any, options: dict[str, A
     )
 
 
-def made_up_rollouts(
-    arguments: TrainArguments, training: Any, prompt_tokens: int | None
-) -> PlannedRollouts:
+def made_up_rollouts(arguments: TrainArguments, training: Any, prompt_tokens: int | None) -> PlannedRollouts:
     """Trees as large as the recipe allows: every turn and every completion as long as it may be.
 
     Args:

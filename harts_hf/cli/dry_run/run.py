@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,7 +82,15 @@ class _Run:
 
     def findings(self) -> Findings:
         parts = self.parts
-        for look in (self._files, self._tokenizer, self._source, self._data, self._trainer, self._processes, self._plan):
+        for look in (
+            self._files,
+            self._tokenizer,
+            self._source,
+            self._data,
+            self._trainer,
+            self._processes,
+            self._plan,
+        ):
             with self._collecting():
                 look()
         model = getattr(parts.trainer, "model", None)
@@ -178,21 +187,21 @@ class _Run:
 
     def _processes(self) -> None:
         """What the trainer would refuse under the backend, which this process does not have."""
-        trainer, launch = self.parts.trainer, self.launch
-        if trainer is None:
-            return
-        reason = why_not_sampled(
-            trainer,
-            num_processes=launch.num_processes,
-            is_fsdp=launch.backend == "FSDP2",
-            is_zero3=launch.backend == "ZeRO-3",
-        )
-        if reason is not None:
-            self.parts.refused.append(reason)
-        self._each(
-            lambda: check_settings(AsLaunched(trainer, launch)),
-            lambda: check_experts(causal_lm_of(trainer.model), zero3=launch.backend == "ZeRO-3"),
-        )
+        trainer, launch, source = self.parts.trainer, self.launch, self.parts.source
+        if source is not None and source.arguments:
+            given = {"rollout_func": None, "tools": source.plays_itself, **source.arguments}
+            reason = why_not_sampled(
+                SimpleNamespace(args=self.training, use_vllm=self.training.use_vllm, **given),
+                num_processes=launch.num_processes,
+                is_fsdp=launch.backend == "FSDP2",
+                is_zero3=launch.backend == "ZeRO-3",
+            )
+            self.parts.refused += [reason] if reason else []
+        if trainer is not None:
+            self._each(
+                lambda: check_settings(AsLaunched(trainer, launch)),
+                lambda: check_experts(causal_lm_of(trainer.model), zero3=launch.backend == "ZeRO-3"),
+            )
 
     def _plan(self) -> None:
         parts = self.parts
@@ -231,6 +240,8 @@ class _Run:
         return longest or None
 
     def _not_checked(self) -> Iterator[str]:
+        if self.parts.trainer is None:
+            yield "the model, its memory and the trainer's other settings, as the trainer could not be made"
         if self.training.use_vllm:
             yield f"the vLLM server ({self.training.vllm_server_base_url or 'localhost'}): whether it is there, and right"
         if self.model.load_in_4bit or self.model.load_in_8bit:
