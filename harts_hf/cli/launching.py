@@ -1,4 +1,4 @@
-"""How many processes a training is launched with and how they share the model, from files rather than from processes."""
+"""How many processes a training is launched with and how they share the model, by files, without starting any."""
 
 import json
 from dataclasses import dataclass, field

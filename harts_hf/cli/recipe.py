@@ -18,10 +18,10 @@ from harts_hf.cli.trainer_kinds import TRAINERS
 DESCRIPTION = """\
 Trains a policy on rollout trees as a recipe says. A recipe is a TRL YAML file: every field of the trainer's
 configuration (trainer: grpo has TreeGRPOConfig's), of TRL's ModelConfig and of TrainArguments. The command line
-overrides it. "--model_config JSON" is merged into the recipe's model_config, key by key (the value of a key is replaced
-as a whole); where the command line also names a model_type it replaces it. The other dictionaries (environment_kwargs,
-agent_kwargs, collector_kwargs, recorded_kwargs) replace the recipe's as a whole. "--FIELD.KEY VALUE" sets one key of any
-of them.
+overrides it. "--model_config JSON" is merged into the recipe's model_config, key by key (the value of a key is
+replaced as a whole); where the command line also names a model_type it replaces it. The other dictionaries
+(environment_kwargs, agent_kwargs, collector_kwargs, recorded_kwargs) replace the recipe's as a whole.
+"--FIELD.KEY VALUE" sets one key of any of them.
 """
 MAX_BYTES = 2**20
 MAX_VALUES = 10_000  # aliases written out

@@ -32,9 +32,9 @@ OPTIONS_OF_SOURCES = ("environment_kwargs", "agent_kwargs", "collector_kwargs", 
 class SourceArguments:
     r"""
     Arguments of `harts train` that say where rollouts come from: at most one of `environment`, `agent`,
-    `agent_command`, `environment_factory`, `rollout_func` and `recorded_rollouts`. Without any, TRL samples completions
-    of the data set's prompts, with `tools` if there are some. Dotted paths are `package.module:Name`, of modules that
-    are installed, in the current folder or on `PYTHONPATH`.
+    `agent_command`, `environment_factory`, `rollout_func` and `recorded_rollouts`. Without any, TRL samples
+    completions of the data set's prompts, with `tools` if there are some. Dotted paths are `package.module:Name`, of
+    modules that are installed, in the current folder or on `PYTHONPATH`.
 
     Parameters:
         environment (`str`, *optional*):

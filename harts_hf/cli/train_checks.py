@@ -34,8 +34,8 @@ def check_processes(arguments: TrainArguments, training: Any) -> None:
         file = arguments.accelerate_config or "FILE"
         raise ValueError(
             f"expected {wanted} processes (num_processes), got {running}: start them with `accelerate launch "
-            f"--config_file {file} -m harts_hf.cli train RECIPE` (which starts one only where the file says MULTI_CPU) "
-            f"or `torchrun --nproc_per_node {wanted} -m harts_hf.cli train RECIPE`; --num_processes {running} trains "
+            f"--config_file {file} -m harts_hf.cli train RECIPE` (a single one, if the file says MULTI_CPU) or "
+            f"`torchrun --nproc_per_node {wanted} -m harts_hf.cli train RECIPE`; --num_processes {running} trains "
             "with these, on batches of another size"
         )
 

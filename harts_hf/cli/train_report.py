@@ -59,7 +59,8 @@ class TrainReport(TrainerCallback):
         self._begun = self._started, state.global_step
         if state.is_world_process_zero:
             self._take_up(Path(str(args.output_dir)), state.global_step)
-            parameters = sum(parameter.numel() for parameter in kwargs["model"].parameters())
+            # Under ZeRO-3 a parameter is empty between its uses, and remembers its size.
+            parameters = sum(getattr(p, "ds_numel", p.numel()) for p in kwargs["model"].parameters())
             print(
                 f"training {parameters:,} parameters for {state.max_steps} steps on "
                 f"{_processes(getattr(args, 'world_size', 1))}, output in {printable(args.output_dir)}"

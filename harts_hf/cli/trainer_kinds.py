@@ -53,7 +53,7 @@ TRAINERS = {
         trainer=TreeRLOOTrainer,
         config=TreeRLOOConfig,
         takes=(),
-        instead="TRL's RLOO samples completions of a data set's prompts (dataset_name) and nothing else; trainer: grpo "
-        "with scale_rewards: none compares rewards without scaling",
+        instead="TRL's RLOO samples completions of a data set's prompts (dataset_name) and nothing else; "
+        "trainer: grpo with scale_rewards: none compares rewards without scaling",
     ),
 }

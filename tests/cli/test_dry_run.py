@@ -1,4 +1,4 @@
-"""`harts train --dry-run`: what it counts is what a training has, and what a training would refuse it says, all at once."""
+"""`harts train --dry-run`: it counts what a training has, and says at once all that a training would refuse."""
 
 import json
 import re

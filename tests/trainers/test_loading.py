@@ -1,4 +1,4 @@
-"""Policies given by name: multimodal checkpoints train as text models; what is refused when a trainer is made."""
+"""Policies given by name: multimodal checkpoints train as text models; what is refused at the start."""
 
 import json
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from harts_hf.trainers.sampling import why_not_sampled
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 def test_a_multimodal_checkpoint_trains_as_its_text_model(kind, tmp_path):
-    """By its name alone, with a reference model: a step, and what is saved loads again, as text and by its old names."""
+    """By its name alone, with a reference model: a step; what is saved loads again, under the names that it had."""
     checkpoint = multimodal_checkpoint(kind, tmp_path / "checkpoint")
     stock = grpo_trainer.create_model_from_path
     trainer = TreeGRPOTrainer(

@@ -1,4 +1,4 @@
-"""What a training takes of each process's memory, part by part: sizes of tensors where they are known, else estimates."""
+"""What a training takes of each process's memory, part by part: sizes of tensors, or estimates."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -152,8 +152,8 @@ def _of_rows(model: Any, training: Any, schedule: Schedule) -> list[Part]:
 
 def _layers(model: Any) -> list[nn.Module]:
     """The decoder layers: the longest list of modules that is in no other one."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len))
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len)
 
 
 def _row_elements(layer: nn.Module, config: Any) -> float:

@@ -86,7 +86,8 @@ def _shape(arguments: TrainArguments) -> str:
         return "one sample per episode (agents may make more of them: --dry_run_rollouts FILE plans what one did)"
     if source in ("environment", "environment_factory"):
         if arguments.fork_policy in ("entropy", "budget"):
-            return f"{arguments.max_turns} turns, forked in the middle (fork_policy {arguments.fork_policy} decides later)"
+            policy = f"fork_policy {arguments.fork_policy} decides later"
+            return f"{arguments.max_turns} turns, forked in the middle ({policy})"
         return f"{arguments.max_turns} turns, forked as the recipe says"
     return "completions that share their prompt only"
 

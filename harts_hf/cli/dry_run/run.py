@@ -65,7 +65,7 @@ class _Parts:
 
 
 class _Run:
-    """Reads the recipe as if all processes ran (whose number batches depend on), then looks at one part after another."""
+    """Reads the recipe as if all processes ran (batches depend on their number), then looks at part after part."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.recipe = split_recipe(argv)[0]
@@ -243,7 +243,8 @@ class _Run:
         if self.parts.trainer is None:
             yield "the model, its memory and the trainer's other settings, as the trainer could not be made"
         if self.training.use_vllm:
-            yield f"the vLLM server ({self.training.vllm_server_base_url or 'localhost'}): whether it is there, and right"
+            server = self.training.vllm_server_base_url or self.training.vllm_server_host
+            yield f"the vLLM server ({server}): whether it is there, and right"
         if self.model.load_in_4bit or self.model.load_in_8bit:
             yield "quantisation: the model is built unquantised"
         if self.training.deepspeed or self.training.fsdp:
