@@ -127,6 +127,36 @@ def test_a_step_from_each_source(options, train, tmp_path):
     assert (tmp_path / "out" / "summary.json").exists() and not (tmp_path / "out" / "tree.png").exists()
 
 
+def test_an_environment_of_trl_forks(train, tmp_path):
+    """With an option of forks, and options of the collector."""
+    pytest.importorskip("harts_hf.rollouts.environments.tools")
+    options = ("--environment_factory", "my_code:Counter", "--branching", "2", "2", "--max_turns", "2")
+    status, said, error = train(*options, "--max_turn_tokens", "4", "--collector_kwargs.failed_reward", "0.0")
+    assert status == 0, error
+    assert "step     1/1  reward" in said
+    assert (tmp_path / "out" / "tree.png").exists()
+
+
+def test_recorded_rollouts(train, tmp_path):
+    """A file's groups are the prompts, its rewards the rewards; its options reach the reader."""
+    recorded = pytest.importorskip("harts_hf.rollouts.recorded_rollouts")
+    assert recorded
+    rows = [
+        {"group": group, "token_ids": [5, 6, 7, 8 + i], "loss_mask": [0, 0, 1, 1], "reward": float(i),
+         "old_logprobs": [0.0, 0.0, -1.0, -2.0]}
+        for group in ("a", "b") for i in range(4)
+    ]  # fmt: skip
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, said, error = train("--recorded_rollouts", "rollouts.jsonl", "--recorded_kwargs.logprobs", "rescored")
+    assert status == 0, error
+    assert "reward  1.500" in said
+    status, said, error = train("--recorded_rollouts", "rollouts.jsonl", "--dry-run")
+    assert status == 0, said
+    assert "sampled by nobody: they are recorded" in said and "rollouts.jsonl: the 1 groups of 2" in said
+    status, _, error = train("--recorded_rollouts", "rollouts.jsonl", "--recorded_kwargs.mood", "good")
+    assert status == 2 and "recorded_kwargs do not fit RecordedRollouts" in error
+
+
 def test_evaluation(train, tmp_path):
     """A split of a data set's own is evaluated, and logged in a file of its own."""
     folder = tmp_path / "data"
