@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from transformers import set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from trl import get_peft_config, get_quantization_config
+from trl import get_peft_config
 
 from harts_hf.cli.data import eval_dataset, train_dataset
 from harts_hf.cli.output import printable, reader_is_gone
 from harts_hf.cli.policy import find_policy, named_tokenizer
-from harts_hf.cli.recipe import parse, split_recipe
+from harts_hf.cli.recipe import parse, peek, split_recipe
 from harts_hf.cli.signals import sigterm_interrupts
 from harts_hf.cli.sources import find_source, reward_functions
 from harts_hf.cli.train_arguments import PolicyArguments, TrainArguments
@@ -57,8 +57,11 @@ def _make_current_folder_importable() -> None:
 
 
 def _asks_for_dry_run(argv: Sequence[str]) -> bool:
-    # A recipe has no such key worth having: a run that trains nothing is asked for where it is started.
-    return any(option in ("--dry-run", "--dry_run") for option in argv)
+    # Before the recipe is parsed, which for many GPUs cannot be done with one process on a CPU.
+    if argv and argv[-1] in ("--dry_run", "--dry-run"):
+        return True
+    said = peek(argv, "dry_run")  # of the option without a value: the option that follows
+    return said is not None and str(said).lower() not in ("false", "f", "no", "n", "0")
 
 
 def _train(trainer: Any) -> int:
@@ -107,7 +110,6 @@ def build_trainer(arguments: TrainArguments, training: Any, model: PolicyArgumen
         rewards,
         args=training,
         processing_class=tokenizer,
-        quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
         **data,
         **source.arguments,

@@ -97,6 +97,9 @@ class PolicyArguments(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.load_in_4bit or self.load_in_8bit:
+            name = "load_in_4bit" if self.load_in_4bit else "load_in_8bit"
+            raise ValueError(f"expected unquantized weights, got {name}: leave it out")
         if self.use_peft and self.lora_dropout:
             raise ValueError(
                 f"expected lora_dropout 0 (scoring and training compute a token twice, and a shared one for many "

@@ -11,17 +11,15 @@ import numpy as np
 import torch
 import transformers
 import trl
-from matplotlib.figure import Figure
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import harts_hf
 from harts_hf.cli.output import printable, replacing, write_json
+from harts_hf.cli.train_metrics import WINDOW, cut_metrics, plot_reward, rewards_of, shown
 from harts_hf.rollouts.plot import plot_tree
 from harts_hf.tree import RolloutTree
 
 REPORT_FILES = ("metrics.jsonl", "summary.json", "reward.png", "tree.png", "evaluation.jsonl")
-# First and last mean reward are taken over so many steps.
-WINDOW = 20
 
 
 class TrainReport(TrainerCallback):
@@ -72,8 +70,8 @@ class TrainReport(TrainerCallback):
         metrics, *at_end, evaluation = (folder / name for name in REPORT_FILES)
         for path in at_end:
             path.unlink(missing_ok=True)
-        self._entries = _cut_metrics(metrics, step)
-        if not _cut_metrics(evaluation, step):
+        self._entries = cut_metrics(metrics, step)
+        if not cut_metrics(evaluation, step):
             evaluation.unlink()
         if self._entries:
             self._started -= self._entries[-1]["seconds"]
@@ -106,11 +104,11 @@ class TrainReport(TrainerCallback):
         if is_training:
             self._entries.append(entry)
             line = (
-                f"reward {_shown(entry['reward'], 6)}  shared {entry.get('tree/sharing_ratio', 1.0):5.2f}x  "
+                f"reward {shown(entry['reward'], 6)}  shared {entry.get('tree/sharing_ratio', 1.0):5.2f}x  "
                 f"{entry['seconds']:6.1f} s  ETA {self._left(state)}"
             )
         else:
-            line = f"evaluation: reward {_shown(entry['eval_reward'])}"
+            line = f"evaluation: reward {shown(entry['eval_reward'])}"
         if self._prints_lines:
             print(f"step {entry['step']:>5}/{state.max_steps}  {line}", flush=True)
 
@@ -133,16 +131,14 @@ class TrainReport(TrainerCallback):
         summary = self._summary(args)
         write_json(folder / "summary.json", summary)
         with replacing(folder / "reward.png") as new:
-            _plot_reward(self._entries, new)
+            plot_reward(self._entries, new)
         with replacing(folder / "tree.png") as new:
             self._plot_tree(new)
         first, last = self._windows()
-        rewards = _shown(summary["last_mean_reward"])
+        rewards = shown(summary["last_mean_reward"])
         if not np.array_equal(first, last):  # of few steps, both would be the mean of all
             up_to = max(WINDOW, self._entries[0]["step"])
-            rewards = (
-                f"{_shown(summary['first_mean_reward'])} (steps up to {up_to}) -> {rewards} (last {WINDOW} steps)"
-            )
+            rewards = f"{shown(summary['first_mean_reward'])} (steps up to {up_to}) -> {rewards} (last {WINDOW} steps)"
         print(
             f"mean reward {rewards} in {summary['seconds']:.0f} s; "
             f"{summary['expanded_tokens']:,} tokens trained as {summary['forward_tokens']:,}"
@@ -174,7 +170,7 @@ class TrainReport(TrainerCallback):
 
     def _summary(self, args: TrainingArguments) -> dict[str, Any]:
         steps = np.array([entry["step"] for entry in self._entries])
-        rewards = _rewards(self._entries)
+        rewards = rewards_of(self._entries)
         first, last = self._windows()
         # Logged metrics are means over the steps since the log before.
         spans = np.diff(steps, prepend=self._first_step)
@@ -215,50 +211,3 @@ class TrainReport(TrainerCallback):
 
 def _processes(count: int) -> str:
     return f"{count} process" if count == 1 else f"{count} processes"
-
-
-def _cut_metrics(path: Path, step: int) -> list[dict[str, Any]]:
-    """Leaves the entries up to a step in a file, and returns them."""
-    entries = [entry for entry in _read_metrics(path) if entry["step"] <= step]
-    with replacing(path) as new:
-        new.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    return entries
-
-
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a file, if there is one, up to the first line that is none of ours or was not finished."""
-    entries: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if not isinstance(entry, dict) or not {"step", "seconds"} <= entry.keys():
-            break
-        entries.append(entry)
-    return entries
-
-
-def _rewards(entries: list[dict[str, Any]]) -> np.ndarray:
-    """``[len(entries)]`` float64, NaN for a log in which no completion could be scored (TRL logs None)."""
-    return np.array([entry["reward"] for entry in entries], np.float64)
-
-
-def _shown(reward: float | None, width: int = 0) -> str:
-    return "none".rjust(width) if reward is None else f"{reward:{width}.3f}"
-
-
-def _plot_reward(entries: list[dict[str, Any]], path: Path) -> None:
-    steps = np.array([entry["step"] for entry in entries])
-    rewards = _rewards(entries)
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(steps, rewards, color="#30638e", alpha=0.35, linewidth=1, label="mean reward at each log")
-    known = steps[~np.isnan(rewards)]
-    smooth = [np.nanmean(rewards[(steps > step - WINDOW) & (steps <= step)]) for step in known]
-    axes.plot(known, smooth, color="#d1495b", linewidth=2, label=f"mean of the last {WINDOW} steps")
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("reward")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)

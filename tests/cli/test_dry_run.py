@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.multimodal import multimodal_checkpoint
-from support.recorded import rollouts_of
+from support.recorded import rollouts_of, tokenizer
 
 from harts_hf.cli.dry_run import memory
 from harts_hf.cli.dry_run.rollouts import made_up_rollouts
@@ -85,6 +85,36 @@ def test_each_kind_of_refusal(options, message, dry_run):
     """None ends the dry run with a traceback."""
     status, said = dry_run(*options)
     assert status in (1, 2) and message in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "options", [["--dry-run"], ["--dry_run", "--seed", "1"], ["--dry_run=true"], ["--dry-run", "true", "--seed", "1"]]
+)
+def test_however_it_is_asked_for(options, tmp_path, capsys):
+    """No spelling of it trains."""
+    assert harts(["train", TINY, "--output_dir", str(tmp_path / "out"), *options]) == 0
+    assert "nothing is trained" in capsys.readouterr().out and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["gmpo", "rloo"])
+def test_other_trainers(name, dry_run, tmp_path):
+    """Completions of prompts that TRL samples, with a reference model, of a folder without weights."""
+    folder = multimodal_checkpoint("qwen3_5", tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    tokenizer().save_pretrained(tmp_path / "words")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "t3 t4 t5"}\n' * 8)
+    (tmp_path / "recipe.yaml").write_text(
+        f"trainer: {name}\nmodel_name_or_path: {folder}\ndataset_name: {tmp_path / 'prompts.jsonl'}\nbeta: 0.1\n"
+        "reward_funcs: [builtins:len]\nnum_generations: 4\nper_device_train_batch_size: 4\nmax_completion_length: 9\n"
+        f"gradient_accumulation_steps: 2\naccelerate_config: {FSDP2}\nreport_to: none\n"
+        f"tokenizer: {tmp_path / 'words'}\n"
+    )
+    status, said = dry_run(recipe=str(tmp_path / "recipe.yaml"))
+    assert status == 0, said
+    assert f"trainer {name}; rollouts from TRL's own generation" in said and "= reference model" in said
+    # Two prompts of three tokens, four completions of nine each.
+    assert f"plan {2 * 4 * (3 + 9)} tokens on a process" in said
+    assert f"{2 * (3 + 4 * 9)} of them unique" in said or "shared 1.00x" in said
 
 
 def test_parameters_and_memory_are_those_of_the_trainer(dry_run, tmp_path):

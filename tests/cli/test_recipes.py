@@ -24,7 +24,7 @@ REAL = {
     "qwen3_5_grpo_1gpu": (4.206, "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_lora": (8.954, "Qwen3_5ForConditionalGeneration"),
     "ling3_tiny_grpo_fsdp2": (7.893, "BailingHybridForCausalLM"),
-    "ling3_flash_grpo_zero3": (124.41, "BailingHybridForCausalLM"),
+    "ling3_flash_grpo_zero3": (124.414, "BailingHybridForCausalLM"),
 }
 
 

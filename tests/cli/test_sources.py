@@ -205,6 +205,7 @@ def test_evaluation(train, tmp_path):
         (("--tokenizer", "", *DATA, *REWARDS), "expected tokenizer, a folder or name, for a model_type without"),
         (("--dataset_name", "my_code.py", *REWARDS), "expected a data set in a file of .json, .jsonl, .parquet, .csv"),
         (("--use_peft", "--lora_dropout", "0.05", *DATA), "expected lora_dropout 0 (scoring and training compute"),
+        (("--use_peft", "--load_in_4bit", *DATA), "expected unquantized weights, got load_in_4bit"),
         (("--num_processes", "2", *DATA, *REWARDS), "expected 2 processes (num_processes), got 1: start them with"),
         (("--num_processes", "0"), "expected num_processes of at least 1, got 0"),
         (("--dry_run_rollouts", "x.jsonl"), "expected dry_run_rollouts with --dry-run only"),

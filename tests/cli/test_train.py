@@ -249,6 +249,22 @@ def test_first_and_last_mean_are_shown_where_they_differ(tmp_path, capsys):
         assert f"mean reward {said}" in capsys.readouterr().out
 
 
+def test_what_is_left_of_the_time(tmp_path, monkeypatch, capsys):
+    """Steps of this run so far say how long the others take; those before a checkpoint do not count."""
+    clock = iter([100.0, 101.0, 125.0, 125.0])
+    report = TrainReport(SimpleNamespace())
+    state = TrainerState(is_world_process_zero=True, global_step=10, max_steps=40)
+    arguments = SimpleNamespace(output_dir=str(tmp_path), world_size=8)
+    monkeypatch.setattr("harts_hf.cli.train_report.time.perf_counter", lambda: next(clock))
+    report.on_train_begin(arguments, state, TrainerControl(), model=torch.nn.Linear(1, 1))
+    assert "for 40 steps on 8 processes," in capsys.readouterr().out
+    report.on_log(arguments, state, TrainerControl(), logs={"reward": 1.0})
+    assert "ETA unknown" in capsys.readouterr().out  # no step yet
+    state.global_step = 15
+    report.on_log(arguments, state, TrainerControl(), logs={"reward": 1.0})
+    assert "ETA 0:02:05" in capsys.readouterr().out  # 25 s for 5 steps, 25 steps to go
+
+
 def test_the_command_line_overrides_the_recipe():
     """Values of the command line win, dictionaries are JSON, and the rest stays the recipe's."""
     arguments, training, _ = parse(

@@ -245,8 +245,6 @@ class _Run:
         if self.training.use_vllm:
             server = self.training.vllm_server_base_url or self.training.vllm_server_host
             yield f"the vLLM server ({server}): whether it is there, and right"
-        if self.model.load_in_4bit or self.model.load_in_8bit:
-            yield "quantisation: the model is built unquantised"
         if self.training.deepspeed or self.training.fsdp:
             yield "the recipe's keys deepspeed and fsdp: a dry run reads the backend from accelerate_config"
         if self.launch.num_processes > 1:
