@@ -12,13 +12,15 @@ from support.multimodal import multimodal_checkpoint
 from support.recorded import rollouts_of, tokenizer
 
 from harts_hf.cli.dry_run import memory
-from harts_hf.cli.dry_run.rollouts import made_up_rollouts
+from harts_hf.cli.dry_run.planning import plan_step
+from harts_hf.cli.dry_run.rollouts import PlannedRollouts, made_up_rollouts
 from harts_hf.cli.launching import find_launch
 from harts_hf.cli.main import main as harts
 from harts_hf.cli.recipe import parse
 from harts_hf.cli.train import build_trainer
 from harts_hf.cli.train_arguments import TrainArguments
-from harts_hf.planner import plan_window
+from harts_hf.planner import PlannerConfig, plan_window
+from harts_hf.runtime.planning import WindowPlanner
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "recipes" / "tiny_grpo.yaml")
@@ -113,7 +115,7 @@ def test_other_trainers(name, dry_run, tmp_path):
     assert status == 0, said
     assert f"trainer {name}; rollouts from TRL's own generation" in said and "= reference model" in said
     # Two prompts of three tokens, four completions of nine each.
-    assert f"plan {2 * 4 * (3 + 9)} tokens on a process" in said
+    assert f"plan {2 * 4 * (3 + 9)} tokens on the process with the most work" in said
     assert f"{2 * (3 + 4 * 9)} of them unique" in said or "shared 1.00x" in said
 
 
@@ -207,6 +209,22 @@ def test_made_up_trees(options, unique):
     assert tree.num_tokens == unique
     assert tree.num_trajectories == 16 and set(tree.trajectory_lengths.tolist()) == {69}
     tree.check()
+
+
+def test_all_processes_as_one_forest():
+    """Placed over four processes by estimate; each row once, where a lone process runs only its own."""
+    rollouts = PlannedRollouts(trees=made_up(size=8, rows=8), others=made_up(size=4, rows=8), said="")
+    planner = WindowPlanner(config=PlannerConfig(max_tokens_per_microbatch=128))
+    plans = {
+        placement: plan_step(planner, rollouts, num_processes=4, placement=placement, skips=[False, True]).schedule
+        for placement in ("local", "global")
+    }
+    assert [plans[name].config.world_size for name in plans] == [1, 4]
+    own, other = made_up(size=8, rows=8)[0].num_expanded_tokens, made_up(size=4, rows=8)[0].num_expanded_tokens
+    assert plans["local"].tree.num_expanded_tokens == own
+    assert plans["global"].tree.num_expanded_tokens == own + 3 * other
+    auto = plan_step(planner, rollouts, num_processes=4, placement="auto", skips=[False])
+    assert auto.schedule.estimated_seconds <= plans["local"].estimated_seconds
 
 
 def test_groups_larger_than_a_step():

@@ -45,7 +45,7 @@ def memory_parts(model: Any, training: Any, launch: Launch, schedule: Schedule, 
         model: the policy, adapters included; may be on the meta device.
         training: the trainer's arguments.
         launch: processes and backend.
-        schedule: of one optimizer step on one process.
+        schedule: of one optimizer step, on one process or on all.
         with_reference: whether a reference model is kept beside it.
     """
     return [
@@ -118,7 +118,7 @@ def _working(model: Any, training: Any, launch: Launch) -> list[Part]:
 def _of_rows(model: Any, training: Any, schedule: Schedule) -> list[Part]:
     width = 2 if training.bf16 or training.fp16 else 4
     config = model.config.get_text_config()
-    counts = schedule.memory_counts(0)
+    counts = [schedule.memory_counts(rank) for rank in range(schedule.config.world_size)]
     layers = [width * _row_elements(layer, config) for layer in _layers(model)]
     inputs = width * config.hidden_size * len(layers)
     if training.gradient_checkpointing:
@@ -127,19 +127,21 @@ def _of_rows(model: Any, training: Any, schedule: Schedule) -> list[Part]:
     else:
         kept, running = sum(layers), 0
         note = "everything that the backward reads"
-    graphs = counts.peak_bytes({"graph_rows": kept, "backward_rows": running})
+    graphs = max(one.peak_bytes({"graph_rows": kept, "backward_rows": running}) for one in counts)
+    most = max(int(one.graph_rows.max(initial=0)) for one in counts)
+    handed = max(float(one.handed_bytes.max(initial=0)) for one in counts)
     vocabulary = config.vocab_size
-    rows = min(max(1, _HEAD_ELEMENTS // vocabulary), max(int(counts.graph_rows.max(initial=1)), 1))
+    rows = min(max(1, _HEAD_ELEMENTS // vocabulary), max(most, 1))
     largest = max(p.numel() * p.element_size() for p in model.parameters() if p.dim() > 1)
     return [
         Part(
             name="graphs",
             bytes=graphs,
-            note=f"{int(counts.graph_rows.max(initial=0)):,} rows at most: {note}",
+            note=f"{most:,} rows at most: {note}",
         ),
         Part(
             name="handed states",
-            bytes=0.0 if training.tree_offload_handoff else float(counts.handed_bytes.max(initial=0)),
+            bytes=0.0 if training.tree_offload_handoff else handed,
             note="between microbatches" + (" (on the CPU)" if training.tree_offload_handoff else ""),
         ),
         Part(

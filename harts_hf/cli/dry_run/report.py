@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from harts_hf.cli.dry_run.memory import Part
+from harts_hf.cli.dry_run.planning import StepPlan
 from harts_hf.cli.dry_run.rollouts import PlannedRollouts, rows_per_step
 from harts_hf.cli.launching import Launch
 from harts_hf.cli.output import printable
 from harts_hf.cli.train_arguments import TrainArguments
-from harts_hf.planner import Schedule
 
 WIDTH, INDENT = 120, 13
 
@@ -27,7 +27,7 @@ class Findings:
         counts: its parameters: all, and those that are trained.
         data: prompts to train on.
         planned: the rollouts of a step.
-        schedule: their plan.
+        plan: how they are run.
         memory: its parts.
         refused: messages.
         not_checked: what only the training itself can find out.
@@ -41,7 +41,7 @@ class Findings:
     counts: tuple[int, int] | None
     data: Any
     planned: PlannedRollouts | None
-    schedule: Schedule | None
+    plan: StepPlan | None
     memory: list[Part]
     refused: list[str]
     not_checked: list[str]
@@ -55,9 +55,9 @@ def format_findings(found: Findings) -> str:
     if found.counts is not None:
         lines += _line("model", _model(found))
     lines += _line("step", _step(found))
-    if found.planned is not None and found.schedule is not None:
+    if found.planned is not None and found.plan is not None:
         lines += _line("rollouts", found.planned.said)
-        lines += _line("plan", _plan(found.schedule))
+        lines += _line("plan", _plan(found.plan))
         lines += _line("time", _time(found))
         lines += ["memory       per process; = sizes of tensors, ~ estimates", *_memory(found.memory)]
     for text in found.not_checked:
@@ -106,19 +106,18 @@ def _step(found: Findings) -> str:
         return text
 
 
-def _plan(schedule: Schedule) -> str:
-    tree = schedule.tree
+def _plan(plan: StepPlan) -> str:
+    schedule, tree = plan.schedule, plan.schedule.tree
     return (
-        f"{tree.num_expanded_tokens:,} tokens on a process, {tree.num_tokens:,} of them unique (shared "
+        f"{tree.num_expanded_tokens:,} tokens {plan.said}, {tree.num_tokens:,} of them unique (shared "
         f"{tree.sharing_ratio:.2f}x), in {len(schedule.microbatches)} microbatches, {schedule.execution} execution"
     )
 
 
 def _time(found: Findings) -> str:
-    assert found.schedule is not None
-    text = (
-        f"about {found.schedule.estimated_seconds:.3g} s an update, by the cost model {found.schedule.cost.source!r}"
-    )
+    assert found.plan is not None
+    schedule = found.plan.schedule
+    text = f"about {schedule.estimated_seconds:.3g} s an update, by the cost model {schedule.cost.source!r}"
     if found.training.tree_cost is None:
         text += " (whatever model and machine this is: `harts bench --fit-cost` and tree_cost give its own)"
     return f"{text}; forwards and backwards alone, without sampling, communication and the optimizer"

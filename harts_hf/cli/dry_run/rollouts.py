@@ -1,5 +1,6 @@
 """The rollouts that a dry run plans: those of a file, or made up from a recipe's numbers."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +14,22 @@ PROMPT_TOKENS = 512
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlannedRollouts:
-    """Trees of one optimizer step of the process with the most work.
+    """Trees of one optimizer step.
 
     Attributes:
-        trees: one per group.
+        trees: those of the process with the most work, one per group.
+        others: what further processes have, over and over again.
         said: what they are, for people.
     """
 
     trees: list[RolloutTree]
+    others: list[RolloutTree]
     said: str
+
+    def of_processes(self, count: int) -> list[RolloutTree]:
+        """The trees of so many processes."""
+        further = itertools.islice(itertools.cycle(self.others), len(self.trees) * (count - 1))
+        return [*self.trees, *further]
 
 
 def file_rollouts(path: str, training: Any, tokenizer: Any, options: dict[str, Any]) -> PlannedRollouts:
@@ -40,7 +48,9 @@ def file_rollouts(path: str, training: Any, tokenizer: Any, options: dict[str, A
     trees = sorted((group.tree for group in groups), key=lambda tree: -tree.num_tokens)
     count = min(len(trees), -(-rows_per_step(training) // training.num_generations))
     return PlannedRollouts(
-        trees=trees[:count], said=f"{path}: the {count} groups of {len(trees)} with the most tokens, on one process"
+        trees=trees[:count],
+        others=trees[count:] or trees,
+        said=f"{path}: the {count} groups of {len(trees)} with the most tokens on one process",
     )
 
 
@@ -58,7 +68,9 @@ def made_up_rollouts(arguments: TrainArguments, training: Any, prompt_tokens: in
     if rest:  # a group that is split over processes or steps
         trees.append(_star(prompt_tokens or PROMPT_TOKENS, training.max_completion_length, rest))
     prompt = f"prompts of {prompt_tokens or PROMPT_TOKENS:,} tokens{'' if prompt_tokens else ' (assumed)'}"
-    return PlannedRollouts(trees=trees, said=f"made up, as large as the recipe allows: {prompt}, {_shape(arguments)}")
+    return PlannedRollouts(
+        trees=trees, others=trees, said=f"made up, as large as the recipe allows: {prompt}, {_shape(arguments)}"
+    )
 
 
 def rows_per_step(training: Any) -> int:

@@ -5,7 +5,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from trl import get_peft_config
 from harts_hf.cli.data import eval_dataset, train_dataset
 from harts_hf.cli.dry_run.building import as_if_launched, without_weights
 from harts_hf.cli.dry_run.memory import memory_parts, parameter_counts
+from harts_hf.cli.dry_run.planning import StepPlan, plan_step
 from harts_hf.cli.dry_run.report import Findings, format_findings
 from harts_hf.cli.dry_run.rollouts import PlannedRollouts, file_rollouts, made_up_rollouts
 from harts_hf.cli.launching import AsLaunched, Launch, find_launch, whole_number
@@ -26,7 +27,6 @@ from harts_hf.cli.train_checks import check_folders, check_numbers
 from harts_hf.cli.trainer_kinds import TRAINERS
 from harts_hf.modeling.checks import check_experts
 from harts_hf.modeling.patching import causal_lm_of
-from harts_hf.planner import Schedule, plan_window
 from harts_hf.trainers.refusals import check_settings
 from harts_hf.trainers.sampling import why_not_sampled
 
@@ -60,7 +60,7 @@ class _Parts:
     evaluation: Any = None
     trainer: Any = None
     planned: PlannedRollouts | None = None
-    schedule: Schedule | None = None
+    plan: StepPlan | None = None
     refused: list[str] = field(default_factory=list)
 
 
@@ -95,11 +95,11 @@ class _Run:
                 look()
         model = getattr(parts.trainer, "model", None)
         memory = []
-        if model is not None and parts.schedule is not None:
+        if model is not None and parts.plan is not None:
             with_reference = getattr(parts.trainer, "ref_model", None) is not None
             memory = memory_parts(
                 causal_lm_of(model) if not hasattr(model, "peft_config") else model,
-                self.training, self.launch, parts.schedule, with_reference=with_reference,
+                self.training, self.launch, parts.plan.schedule, with_reference=with_reference,
             )  # fmt: skip
         return Findings(
             recipe=self.recipe or "the command line",
@@ -110,7 +110,7 @@ class _Run:
             counts=None if model is None else parameter_counts(model),
             data=parts.train,
             planned=parts.planned,
-            schedule=parts.schedule,
+            plan=parts.plan,
             memory=memory,
             refused=parts.refused,
             not_checked=list(self._not_checked()),
@@ -215,9 +215,16 @@ class _Run:
             parts.planned = file_rollouts(recorded, self.training, parts.tokenizer, options)
         else:
             parts.planned = made_up_rollouts(self.arguments, self.training, self._prompt_tokens())
-        skips = self.launch.num_processes == 1 and self._may_skip_scoring()
-        planner = parts.trainer._tree.planner.with_execution_chosen(can_skip_scoring=skips)
-        parts.schedule = plan_window(parts.planned.trees, replace(planner.config, world_size=1))
+        placement = getattr(self.training, "tree_placement", "local")
+        together = self.launch.num_processes == 1 or hasattr(self.training, "tree_placement")
+        skips = together and self._may_skip_scoring()
+        parts.plan = plan_step(
+            parts.trainer._tree.planner,
+            parts.planned,
+            num_processes=self.launch.num_processes,
+            placement=placement,
+            skips=[True] if skips and self.launch.num_processes == 1 else sorted({skips, False}),
+        )
 
     def _may_skip_scoring(self) -> bool:
         """Whether a step's scoring pass is left out, as far as the settings say (docs/windows.md)."""
