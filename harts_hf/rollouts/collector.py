@@ -43,6 +43,8 @@ class TreeRolloutCollector:
             with them.
     """
 
+    uses_engine = True  # turns are sampled one by one, by the engine that the trainer's arguments name
+
     def __init__(
         self,
         environment: EnvironmentFactory,
