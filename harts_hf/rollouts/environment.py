@@ -59,10 +59,12 @@ class Environment(ABC):
     Attributes:
         takes_messages: whether :meth:`step` gets messages instead of texts (:class:`ChatEnvironment`).
         tools: functions, or JSON schemas of such, that the chat template is to offer to the policy.
+        has_reward: whether it knows its reward; where it does not, reward functions do, and ``reward`` is None.
     """
 
     takes_messages: bool = False
     tools: Sequence[Any] = ()
+    has_reward: bool = True
 
     @abstractmethod
     def reset(self, prompt: Any, *, seed: int) -> str | list[Message]:
@@ -98,8 +100,8 @@ class Environment(ABC):
 
     @property
     @abstractmethod
-    def reward(self) -> float:
-        """The episode's reward as things stand; read once, when the episode is over or was cut short."""
+    def reward(self) -> float | None:
+        """The episode's reward as things stand, a finite number; read once, when the episode is over or was cut short."""
 
     def fork(self) -> Self:
         """A copy that goes on by itself. Override where a deep copy is slow, or wrong (handles, connections).
