@@ -59,16 +59,22 @@ def read_reward(environment: Environment) -> float | None:
     reward = environment.reward
     if reward is None and not environment.has_reward:
         return None
+    return finite(reward, f"{type(environment).__name__}.reward")
+
+
+def finite(number: Any, what: str) -> float:
+    """A reward as somebody gave it.
+
+    Raises:
+        ContractError: it is no finite number that float32 holds.
+    """
     try:
         # Of NumPy's and PyTorch's numbers, too, but not of a text.
-        value = math.nan if isinstance(reward, str | bytes) else float(reward)
+        value = math.nan if isinstance(number, str | bytes) else float(number)
     except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not abs(value) <= _LARGEST_REWARD:
-        raise ContractError(
-            f"expected {type(environment).__name__}.reward to be a finite number that float32 holds, "
-            f"got {shortened(reward)}"
-        )
+        raise ContractError(f"expected {what} to be a finite number that float32 holds, got {shortened(number)}")
     return value
 
 

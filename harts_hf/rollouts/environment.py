@@ -30,7 +30,6 @@ from typing import Any, NamedTuple, Self
 
 from transformers import PreTrainedTokenizerBase
 
-
 # A message of a conversation, as chat templates take it: "role", "content", and what else its role has.
 Message = dict[str, Any]
 
@@ -101,7 +100,7 @@ class Environment(ABC):
     @property
     @abstractmethod
     def reward(self) -> float | None:
-        """The episode's reward as things stand, a finite number; read once, when the episode is over or was cut short."""
+        """The episode's reward as things stand, a finite number; read once, when the episode is over or cut short."""
 
     def fork(self) -> Self:
         """A copy that goes on by itself. Override where a deep copy is slow, or wrong (handles, connections).
@@ -111,8 +110,12 @@ class Environment(ABC):
         """
         return copy.deepcopy(self)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # most have nothing to free
         """Frees what the episode holds; called once nobody needs it any more, unless one of its calls hangs."""
+
+    def for_rewards(self) -> Any:
+        """What reward functions get of it as their ``environments``, or None."""
+        return None
 
     def prompts(self) -> list[Any]:
         """Prompts to train on when the recipe names no data set.

@@ -30,6 +30,10 @@ class TreeEpisodes:
     """Mixin above a GRPO trainer: a rollout function may return ``episode``, and any number of rows per prompt.
 
     Without that key everything is as in TRL; with a row per episode it comes to the same, bit for bit.
+
+    Attributes:
+        rollout_inputs: the dataset rows of the prompts that the rollout function is given, all columns: TRL gives it
+            the prompts alone.
     """
 
     # What TRL's trainer sets.
@@ -56,6 +60,7 @@ class TreeEpisodes:
         self._given_advantages: list[list[float]] | None = None
         self._generated: tuple[list[list[int]], list[list[int]]] = ([], [])  # prompts and completions of all rows
         self._rewards_per_func: torch.Tensor | None = None
+        self.rollout_inputs: list[dict[str, Any]] = []
         super().__init__(*args, **kwargs)
         # Outside whatever a subclass makes of it.
         self._calculate_rewards = functools.partial(self._rewards_of, self._calculate_rewards)
@@ -165,6 +170,7 @@ class TreeEpisodes:
         """TRL's batch; of episodes, a row per sample, with its episode's advantage and its own weight."""
         self._episodes = self._given_advantages = None
         columns = set(inputs[0])
+        self.rollout_inputs = inputs
         parent: Any = super()
         output: dict[str, Any] = parent._generate_and_score_completions(inputs)
         episodes = self._episodes

@@ -1,14 +1,15 @@
 """Conversations written by a tokenizer's chat template: no environment has to know its marks.
 
-A row of a conversation is what the policy sampled and, between its turns, what the template writes between two answers:
-the rest of the first one's end, the observation's message, the beginning of the next answer. As in TRL's tool loop it is
-what a template writes more for a short conversation once the observation is there. That is right only if the template
-does not write earlier messages anew by what follows them (many leave earlier thoughts out), which is checked; where TRL
-has a training template that does not, it takes the place of the model's, as in TRL.
+A row of a conversation is what the policy sampled and, between its turns, what the template writes between two
+answers: the rest of the first one's end, the observation's message, the beginning of the next answer. As in TRL's tool
+loop it is what a template writes more for a short conversation once the observation is there. That is right only if
+the template does not write earlier messages anew by what follows them (many leave earlier thoughts out), which is
+checked; where TRL has a training template that does not, it takes the place of the model's, as in TRL.
 """
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from trl.chat_template_utils import (
@@ -23,7 +24,7 @@ from harts_hf.rollouts.contract import check_text
 from harts_hf.rollouts.engines.engine import SampledTurn
 from harts_hf.rollouts.environment import Environment, Message
 from harts_hf.rollouts.environments.failures import ContractError, EpisodeFailure, described
-from harts_hf.rollouts.environments.texts import ObservationLimit, Writer
+from harts_hf.rollouts.environments.texts import ObservationLimit, PlainWriter, Writer
 from harts_hf.rollouts.fields import shortened
 from harts_hf.rollouts.lost import check_nothing_is_lost
 
@@ -172,7 +173,7 @@ class ChatWriter(Writer):
         """As TRL chooses it for tools."""
         if not supports_tool_calling(self._tokenizer):
             raise ValueError(
-                "expected a chat template that writes tools, tool calls and their results, got one that leaves some out"
+                "expected a chat template that writes tools, tool calls and their results, got one that does not"
             )
         if is_chat_template_prefix_preserving(self._tokenizer):
             return None
@@ -235,6 +236,58 @@ class ChatWriter(Writer):
         return None if opened else "answers in the history begin in another way than the prompt for an answer"
 
 
+class AnyWriter(Writer):
+    """Writes messages by the chat template and texts as they are, each environment as it says.
+
+    Args:
+        tokenizer: the policy's; one without a chat template will do as long as no environment needs it.
+        chat: whether texts are messages too.
+        end_ids: as for :class:`ChatWriter`.
+        template_kwargs: likewise.
+        limit: likewise.
+
+    Raises:
+        ValueError: ``chat``, and a tokenizer without a chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat: bool,
+        end_ids: Sequence[int],
+        template_kwargs: dict[str, Any] | None = None,
+        limit: ObservationLimit | None = None,
+    ) -> None:
+        limit = limit or ObservationLimit()
+        super().__init__(tokenizer, limit)
+        self._plain = PlainWriter(tokenizer, limit)
+        self._make = partial(ChatWriter, tokenizer, end_ids=end_ids, template_kwargs=template_kwargs, limit=limit)
+        self._always = chat
+        self._chat: ChatWriter | None = self._make() if chat else None
+
+    @property
+    def num_cut(self) -> int:
+        """Observations that were cut so far."""
+        return self._plain.num_cut + (0 if self._chat is None else self._chat.num_cut)
+
+    def prompt(self, said: Any, environment: Environment, *, limit: int | None = None) -> list[int]:
+        return self._of(environment).prompt(said, environment, limit=limit)
+
+    def action(self, turn: SampledTurn, history: Sequence[int], environment: Environment) -> Any:
+        return self._of(environment).action(turn, history, environment)
+
+    def answer(self, observation: Any, turn: SampledTurn, environment: Environment, *, limit: int) -> list[int] | None:
+        return self._of(environment).answer(observation, turn, environment, limit=limit)
+
+    def _of(self, environment: Environment) -> Writer:
+        if not self._always and not environment.takes_messages:
+            return self._plain
+        if self._chat is None:
+            self._chat = self._make()
+        return self._chat
+
+
 def as_messages(said: Any, what: str) -> list[Message]:
     """What an environment says, as messages: a text is the content of a user's.
 
@@ -292,7 +345,7 @@ def _rewriting(why: str) -> ValueError:
 
 
 def _parser_of(tokenizer: Any) -> Any:
-    """A tokenizer that parses answers, the given one left as it is; None where nobody has a parser for its template."""
+    """A tokenizer that parses answers, the given one left as it is; None where TRL has no parser for its template."""
     if any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema")):
         return tokenizer
     try:

@@ -1,4 +1,4 @@
-"""Failures that cost an episode and not the run: what kinds there are, and how a call of an environment becomes one."""
+"""Failures that cost an episode and not the run: their kinds, and how a call of an environment becomes one."""
 
 import traceback
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def guarded(call: Callable[[], Value]) -> Value:
         raise
     except BaseException as error:
         kinds: list[tuple[type[BaseException], FailureKind]] = [(ContractError, "contract"), (ReplayError, "replay")]
-        kind = next((kind for type_, kind in kinds if isinstance(error, type_)), "raised")
+        kind: FailureKind = next((kind for type_, kind in kinds if isinstance(error, type_)), "raised")
         raise EpisodeFailure(kind, described(error)) from error
 
 

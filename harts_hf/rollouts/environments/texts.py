@@ -45,15 +45,18 @@ class Writer(ABC):
         tokenizer: the policy's.
         limit: of observations.
 
-    Attributes:
-        num_cut: observations that were cut so far.
     """
 
     def __init__(self, tokenizer: Any, limit: ObservationLimit) -> None:
         self._tokenizer = tokenizer
         self._limit = limit
         self._encoder = Encoder(tokenizer)
-        self.num_cut = 0
+        self._num_cut = 0
+
+    @property
+    def num_cut(self) -> int:
+        """Observations that were cut so far."""
+        return self._num_cut
 
     @abstractmethod
     def prompt(self, said: Any, environment: Environment, *, limit: int | None = None) -> list[int]:
@@ -100,7 +103,7 @@ class Writer(ABC):
             raise EpisodeFailure(
                 "observation", f"expected an observation of at most {most:,} characters, got {len(text):,}"
             )
-        self.num_cut += 1
+        self._num_cut += 1
         end = most // 2
         left_out = f"\n[... {len(text) - most:,} characters left out ...]\n"
         return text[: most - end] + left_out + text[len(text) - end :]
