@@ -208,13 +208,13 @@ def test_factories_may_carry_settings(make_trainer):
 
 
 class Fragile(ShelfEnvironment):
-    """Is interrupted at the thirtieth call of all twins together."""
+    """Is interrupted at the thirty-ninth call of all twins together."""
 
     calls = 0
 
     def step(self, action):
         Fragile.calls += 1
-        if Fragile.calls == 30:
+        if Fragile.calls == 39:
             raise KeyboardInterrupt
         return super().step(action)
 
