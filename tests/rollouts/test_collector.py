@@ -208,15 +208,14 @@ def test_factories_may_carry_settings(make_trainer):
 
 
 class Fragile(ShelfEnvironment):
-    """Is interrupted at the thirty-ninth call of all twins together."""
+    """Is interrupted when the third of all twins is closed."""
 
-    calls = 0
+    closed = 0
 
-    def step(self, action):
-        Fragile.calls += 1
-        if Fragile.calls == 39:
+    def close(self):
+        Fragile.closed += 1
+        if Fragile.closed == 3:
             raise KeyboardInterrupt
-        return super().step(action)
 
 
 def test_what_was_collected_before_a_failure_lies_on_disk(make_trainer, tmp_path):

@@ -28,11 +28,11 @@ class GymTextEnvironment(Environment):
 
     Args:
         make_env: makes the environment; a dotted path will do.
-        parse_action: the action that a turn's text is; by default the text, stripped. Where it returns None or raises a
-            ``ValueError``, the environment is not stepped: the policy reads ``invalid_action`` and may try again.
+        parse_action: the action that a turn's text is; by default the text, stripped. Where it returns None or raises
+            a ``ValueError``, the environment is not stepped: the policy reads ``invalid_action`` and may try again.
         render: the text that an observation and its info are; by default the observation, which then has to be one.
-        invalid_action: what is answered to an action that is none; ``{action}`` stands for its text, ``{error}`` for what
-            was raised.
+        invalid_action: what is answered to an action that is none; ``{action}`` stands for its text, ``{error}`` for
+            what was raised.
         invalid_reward: what such an action adds to the reward.
         env_kwargs: keyword arguments for ``make_env``.
 
@@ -64,8 +64,8 @@ class GymTextEnvironment(Environment):
         """Begins an episode.
 
         Returns:
-            The prompt and, below it, the first observation. Of a prompt of messages, the last one's content goes on with
-            it.
+            The prompt and, below it, the first observation. Of a prompt of messages, the last one's content goes on
+            with it.
         """
         observation, info = self._env.reset(seed=seed)
         self._reward = 0.0

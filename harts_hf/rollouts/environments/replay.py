@@ -7,6 +7,9 @@ from harts_hf.rollouts.environment import Environment, EnvironmentFactory, Messa
 from harts_hf.rollouts.environments.failures import ReplayError
 from harts_hf.rollouts.fields import shortened
 
+# Characters shown before the first that differs.
+_CONTEXT = 15
+
 
 class ReplayedEnvironment(Environment):
     """Plays another environment; its forks begin a new one with the same seed and take the same actions.
@@ -115,7 +118,11 @@ class ReplayedEnvironment(Environment):
 
 def _compare(running: Environment, again: Any, before: Any, where: str) -> None:
     if again != before:
+        new, old = repr(again), repr(before)
+        same = next((at for at, pair in enumerate(zip(new, old, strict=False)) if pair[0] != pair[1]), len(old))
+        start = max(same - _CONTEXT, 0)
         raise ReplayError(
             f"expected {type(running).__name__} to be deterministic, got {shortened(again)} from {where} instead of "
-            f"{shortened(before)}"
+            f"{shortened(before)}, where they differ {new[start : start + 4 * _CONTEXT]!r} instead of "
+            f"{old[start : start + 4 * _CONTEXT]!r}"
         )

@@ -1,6 +1,6 @@
 """TRL's environments (``environment_factory``) and ``tools``, as an environment that forks.
 
-TRL calls its trainers' tools in a linear loop. Here a turn is parsed, its calls are made and their results written as in
+TRL's trainers call tools in a linear loop. Here a turn is parsed, its calls are made and their results written as in
 that loop, but the state between two turns can be forked.
 """
 
@@ -46,9 +46,9 @@ class ToolEnvironment(ChatEnvironment):
         collector = TreeRolloutCollector(lambda: ToolEnvironment(Counter), branching=(4, 2), ...)
 
     As in TRL, the public methods but ``reset`` and ``get_reward`` are tools; ``reset`` gets the dataset row's columns
-    (and ``seed``, if it has a parameter of that name) and may return a text that follows the prompt; a tool's exception
-    is its answer to the policy, ``{"error": ...}``. Methods may be coroutines. Without ``get_reward`` the reward is that
-    of the trainer's reward functions, which get the TRL environments as ``environments``.
+    (and ``seed``, if it has a parameter of that name) and may return a text that follows the prompt; a tool's
+    exception is its answer to the policy, ``{"error": ...}``. Methods may be coroutines. Without ``get_reward`` the
+    reward is that of the trainer's reward functions, which get the TRL environments as ``environments``.
 
     A fork copies the TRL environment deeply; ``tools`` are shared. For one that cannot be copied there is
     :class:`~harts_hf.rollouts.ReplayedEnvironment`.
@@ -169,7 +169,7 @@ def _deep_copy(inner: Any) -> Any:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """One for all coroutines, so that what they hold stays usable from call to call; in a thread of its own, as TRL's."""
+    """One for all coroutines, so that what they hold stays usable from call to call; in a thread, as TRL's."""
     _, loop, is_ready = start_event_loop_in_daemon(name="ToolEnvironment")
     is_ready.wait()
     return loop
