@@ -13,9 +13,9 @@ from harts_hf.rollouts.environments.shelf import ShelfEnvironment
 from harts_hf.trainers import TreeGRPOConfig, TreeGRPOTrainer
 
 PROMPTS = ["lamp wanted", "book wanted"]
-# Parameters after a step of AdamW, whose steps are of the learning rate's size, 1e-2. The other rows of the window
-# change the order of sums; measured 0 here.
-PARAMETER_BUDGET = 1e-6
+# Parameters in fp32 after a step of SGD that changes them by up to 1.1e-3: other rows in the window change the order
+# of sums. Measured 3.0e-8.
+PARAMETER_BUDGET = 1e-7
 
 
 class Flaky(ShelfEnvironment):
@@ -83,12 +83,16 @@ def test_failed_episodes_train_nothing(make_trainer, credit):
     assert 0 < sum(failed) < 4, "the case is not covered"
     for index, mask in enumerate(rows["env_mask"]):
         assert (sum(mask) == 0) == rows["environment_failed"][index]
-    # Rewards that tell the others apart.
-    score = lambda environment_failed, **_: [None if f else float(i % 3) for i, f in enumerate(environment_failed, 1)]  # noqa: E731
+
+    def score(environment_failed, **_):  # tells the others apart, alike in both runs
+        return [None if is_failed else float(index % 4) for index, is_failed in enumerate(environment_failed)]
+
     after = {}
     for name, prompts, first in (("with", PROMPTS, 0), ("without", PROMPTS[1:], 4)):
         part = {key: values[first:] for key, values in rows.items()}
-        trainer = make_trainer(lambda *_, part=part: part, prompts, score, loss_type="dapo", tree_credit=credit)
+        trainer = make_trainer(
+            lambda *_, part=part: part, prompts, score, loss_type="dapo", optim="sgd", tree_credit=credit
+        )
         start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
         trainer.train()
         after[name] = trainer.model.state_dict()
@@ -96,8 +100,8 @@ def test_failed_episodes_train_nothing(make_trainer, credit):
         entry = next(entry for entry in trainer.state.log_history if "reward" in entry)
         scored = [value for value in score(rows["environment_failed"])[4:] if value is not None]
         assert entry["reward"] == pytest.approx(sum(scored) / len(scored))
-    for name, value in after["with"].items():
-        assert (value - after["without"][name]).abs().max() <= PARAMETER_BUDGET
+    worst = max(float((value - after["without"][name]).abs().max()) for name, value in after["with"].items())
+    assert worst <= PARAMETER_BUDGET
 
 
 def test_failures_are_counted_and_said_once(make_trainer, caplog):
