@@ -89,12 +89,12 @@ class Environment(ABC):
         return self.reset(row["prompt"], seed=seed)
 
     @abstractmethod
-    def step(self, action: str) -> StepResult:
+    def step(self, action: Any) -> StepResult:
         """Plays one turn.
 
         Args:
-            action: the text of the policy's turn, special tokens left out; anything may come, also an empty text. A
-                wrong action is no error: answer it with an observation.
+            action: a text, that of the policy's turn with special tokens left out; anything may come, also an empty
+                one. A wrong action is no error: answer it with an observation.
         """
 
     @property
@@ -156,7 +156,7 @@ class ChatEnvironment(Environment):
     takes_messages = True
 
     @abstractmethod
-    def step(self, action: Message) -> StepResult:  # type: ignore[override]  # the collector asks takes_messages
+    def step(self, action: Message) -> StepResult:
         """Plays one turn.
 
         Args:
@@ -195,3 +195,12 @@ def load_object(path: str) -> Any:
     if not hasattr(module, name):
         raise ValueError(f"module {module_name!r} has no {name!r} (from {path!r})")
     return getattr(module, name)
+
+
+def loaded(given: Any) -> Any:
+    """``given``, or what it names if it is a dotted path: recipes have no other way to say an object.
+
+    Raises:
+        ValueError: as :func:`load_object`.
+    """
+    return load_object(given) if isinstance(given, str) else given

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from harts_hf.rollouts.environment import Environment, Message, StepResult, load_object
+from harts_hf.rollouts.environment import Environment, Message, StepResult, loaded
 from harts_hf.rollouts.environments.failures import ContractError
 from harts_hf.rollouts.fields import shortened
 
@@ -50,14 +50,11 @@ class GymTextEnvironment(Environment):
         invalid_reward: float = 0.0,
         env_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        make, parse, render = (
-            load_object(given) if isinstance(given, str) else given for given in (make_env, parse_action, render)
-        )
-        self._parse: Callable[[str], Any] = parse or str.strip
-        self._render: Callable[[Any, Mapping[str, Any]], str] = render or _as_text
+        self._parse: Callable[[str], Any] = loaded(parse_action) or str.strip
+        self._render: Callable[[Any, Mapping[str, Any]], str] = loaded(render) or _as_text
         self._invalid_action = invalid_action
         self._invalid_reward = invalid_reward
-        self._env = make(**(env_kwargs or {}))
+        self._env = loaded(make_env)(**(env_kwargs or {}))
         self._reward = 0.0
 
     def reset(self, prompt: Any, *, seed: int) -> str | list[Message]:

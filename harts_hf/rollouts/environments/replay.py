@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Self
 
-from harts_hf.rollouts.environment import Environment, EnvironmentFactory, Message, StepResult, load_object
+from harts_hf.rollouts.environment import Environment, EnvironmentFactory, Message, StepResult, loaded
 from harts_hf.rollouts.environments.failures import ReplayError
 from harts_hf.rollouts.fields import shortened
 
@@ -31,7 +31,7 @@ class ReplayedEnvironment(Environment):
     def __init__(
         self, environment: EnvironmentFactory | str, *, environment_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        self._make = load_object(environment) if isinstance(environment, str) else environment
+        self._make = loaded(environment)
         self._kwargs = dict(environment_kwargs or {})
         self._running: Environment | None = self._new()
         self._look(self._running)
@@ -46,7 +46,7 @@ class ReplayedEnvironment(Environment):
         running = self._awake()
         self._said = running.begin(row, seed=seed)
         self._look(running)
-        return self._said  # type: ignore[no-any-return]
+        return self._said
 
     def reset(self, prompt: Any, *, seed: int) -> str | list[Message]:
         """:meth:`begin` with a row of the prompt alone."""

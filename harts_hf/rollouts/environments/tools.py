@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from trl.trainer.utils import start_event_loop_in_daemon
 
-from harts_hf.rollouts.environment import ChatEnvironment, Message, StepResult, load_object
+from harts_hf.rollouts.environment import ChatEnvironment, Message, StepResult, loaded
 from harts_hf.rollouts.environments.failures import ContractError, described
 from harts_hf.rollouts.fields import shortened
 
@@ -71,7 +71,7 @@ class ToolEnvironment(ChatEnvironment):
         if environment_factory is None and not tools:
             raise ValueError("expected an environment_factory, tools, or both, got neither")
         self._factory = _loaded(environment_factory)
-        self._own_tools = [_loaded(tool) for tool in tools]
+        self._own_tools = [loaded(tool) for tool in tools]
         self._inner: Any = None
 
     @property
@@ -119,7 +119,8 @@ class ToolEnvironment(ChatEnvironment):
         if not calls:
             return StepResult("", done=True)
         tools = {tool.__name__: tool for tool in self.tools}
-        at_once, later = [], []
+        at_once: list[Message] = []
+        later: list[Message] = []
         for call in calls:
             # TRL's order: what it awaits comes last.
             waits = call["type"] == "function" and inspect.iscoroutinefunction(tools.get(call["function"]["name"]))
@@ -137,7 +138,7 @@ class ToolEnvironment(ChatEnvironment):
         reward = self._inner.get_reward()
         if inspect.iscoroutine(reward):
             reward = _awaited(reward)
-        return reward  # type: ignore[no-any-return]  # the sampler checks it
+        return reward
 
     def fork(self) -> Self:
         """A copy with a deep copy of the TRL environment."""
@@ -180,9 +181,9 @@ def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _loaded(given: Any) -> Any:
-    if isinstance(given, str):
-        return load_object(given)
-    return {name: _loaded(entry) for name, entry in given.items()} if isinstance(given, Mapping) else given
+    if isinstance(given, Mapping):
+        return {name: loaded(entry) for name, entry in given.items()}
+    return loaded(given)
 
 
 def _methods(inner: Any) -> list[Any]:
