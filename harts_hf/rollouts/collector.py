@@ -56,7 +56,7 @@ class TreeRolloutCollector:
             line between them says what is missing; ``"fail"`` makes them failures.
 
     Attributes:
-        last_rollouts: the rollouts of the latest call, for plots and logs; empty before the first.
+        last_rollouts: the rollouts of the latest call that sampled something, for plots and logs.
         last_sampling_tokens: tokens that the policy has read or sampled for them, those of kept states once.
         last_metrics: what was logged of the latest call.
 
@@ -152,13 +152,14 @@ class TreeRolloutCollector:
             begin = [partial(self._begin, row, seed) for row, seed in zip(rows, seeds, strict=True)]
             with saved_on_failure(lambda: _file_rows(sampler.rollouts()), *place_of_failures(trainer)):
                 try:
-                    self.last_rollouts = sampler.sample(begin)
+                    rollouts = sampler.sample(begin)
                 finally:
                     sampler.close()
+            self.last_rollouts = [rollout for rollout in rollouts if rollout.completion_ids]
             self.last_sampling_tokens = engine.num_read_tokens - read_before
         counts = {"cut_observations": writer.num_cut - num_cut, "out_of_room": sampler.num_out_of_room}
-        self.last_metrics = self._report.of(self.last_rollouts, trainer, counts=counts)
-        return _rows(self.last_rollouts, stand_in=trainer.eos_token_ids[0])
+        self.last_metrics = self._report.of(rollouts, trainer, counts=counts)
+        return _rows(rollouts, stand_in=trainer.eos_token_ids[0])
 
     def _begin(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, Any]:
         environment = self._environment()
