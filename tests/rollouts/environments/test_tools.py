@@ -10,6 +10,7 @@ from support.sampling import tree_sampler
 from support.scripted import ScriptedEngine, chat_tokenizer, encoded
 
 from harts_hf.rollouts import EpisodesFailedError, ReplayedEnvironment, ToolEnvironment, TreeRolloutCollector
+from harts_hf.rollouts.environments.chat import ChatWriter
 from harts_hf.rollouts.forks import NoForks, TurnForks
 from harts_hf.trainers import TreeGRPOConfig, TreeGRPOTrainer
 
@@ -257,3 +258,66 @@ def test_every_environment_failing_is_an_error(make_trainer):
     with pytest.raises(EpisodesFailedError, match=r"4 failures of 4 episodes \(4 raised\); the first: SystemExit: 0"):
         make_trainer([lambda environments, **_: [0.0] * 4], rollout_func=collector).train()
     assert torch.is_grad_enabled()
+
+
+class Judged(Counter):
+    """Its reward is awaited, its first message has blocks, and it says how it was closed."""
+
+    closed = 0
+
+    def reset(self, seed, **row):
+        self.count, self.seed = 1, seed
+        return [{"type": "text", "text": " And more."}]
+
+    async def fail(self) -> str:
+        """Fails."""
+        raise OSError("not now")
+
+    async def get_reward(self) -> float:
+        return self.count / 2
+
+    def _close(self):
+        Judged.closed += 1
+
+
+def test_what_else_trls_environments_may_do():
+    """Rewards that are awaited, blocks, a parameter ``seed``, awaited tools that fail; ``_close`` is no tool."""
+    environment = ToolEnvironment(Judged)
+    (message,) = environment.begin({"prompt": [{"role": "user", "content": "x"}]}, seed=5)
+    assert message["content"] == [{"type": "text", "text": "x"}, {"type": "text", "text": " And more."}]
+    assert environment.for_rewards().seed == 5 and environment.reward == 0.5
+    assert [tool.__name__ for tool in environment.tools] == ["add", "double", "fail"]
+    calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in ("fail", "double")]
+    observation, done = environment.step({"role": "assistant", "content": "", "tool_calls": calls})
+    assert [message["content"] for message in observation] == ["{'error': 'not now'}", "doubled: 2"] and not done
+    environment.close()
+    assert Judged.closed == 1
+    with pytest.raises(ValueError, match="expected reset to return a text, blocks of content or None, got 7"):
+        wrong = ToolEnvironment(type("Wrong", (Counter,), {"reset": lambda self, **row: 7}))
+        wrong.begin({"prompt": "x"}, seed=0)
+
+
+class Shows(Counter):
+    def reset(self, **row):
+        self.count = 0
+
+    def look(self):
+        """Shows a picture."""
+        return [{"type": "image", "image": "pixels"}]
+
+
+def test_images_are_not_taken():
+    """They fail the episode, and it is said which content came."""
+    script = lambda *_: f"{call('look')}{END}"  # noqa: E731
+    rollouts = sampled([ToolEnvironment(Shows)], [{"prompt": "x"}], NoForks(), episodes=1, script=script)
+    assert rollouts[0].failure.kind == "contract" and "content of the type 'image'" in str(rollouts[0].failure)
+
+
+def test_tools_need_a_template_that_writes_and_parses_them():
+    """Before anything is sampled."""
+    for name, message in (("gemma", "writes tools, tool calls and their results"), ("deepseekv3", "TRL can parse")):
+        tokenizer = chat_tokenizer(name)
+        writer = ChatWriter(tokenizer, end_ids=[tokenizer.eos_token_id])
+        environment = ToolEnvironment(Counter)
+        with pytest.raises(ValueError, match=message):
+            writer.prompt(environment.begin({"prompt": "x"}, seed=0), environment)
