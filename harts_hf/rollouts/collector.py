@@ -10,10 +10,10 @@ from harts_hf.rollouts.calls import Calls
 from harts_hf.rollouts.contract import finite
 from harts_hf.rollouts.engines.opening import open_engine
 from harts_hf.rollouts.environment import Environment, EnvironmentFactory
-from harts_hf.rollouts.environments.chat import AnyWriter
 from harts_hf.rollouts.environments.report import FailureReport
 from harts_hf.rollouts.environments.texts import LongObservations, ObservationLimit
 from harts_hf.rollouts.environments.workers import Workers
+from harts_hf.rollouts.environments.writers import AnyWriter
 from harts_hf.rollouts.forks import ForkPolicy, NoForks, TurnForks, check_policy
 from harts_hf.rollouts.salvage import place_of_failures, rollout_row, saved_on_failure
 from harts_hf.rollouts.sampled import SampledRollout

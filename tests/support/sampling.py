@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from harts_hf.rollouts.environments.chat import AnyWriter
 from harts_hf.rollouts.environments.texts import ObservationLimit
 from harts_hf.rollouts.environments.workers import Workers
+from harts_hf.rollouts.environments.writers import AnyWriter
 from harts_hf.rollouts.sampler import TreeSampler
 from harts_hf.rollouts.turn_limits import TurnLimits
 

@@ -9,7 +9,6 @@ checked; where TRL has a training template that does not, it takes the place of 
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from trl.chat_template_utils import (
@@ -20,12 +19,11 @@ from trl.chat_template_utils import (
     supports_tool_calling,
 )
 
-from harts_hf.rollouts.contract import check_text
 from harts_hf.rollouts.engines.engine import SampledTurn
 from harts_hf.rollouts.environment import Environment, Message
-from harts_hf.rollouts.environments.failures import ContractError, EpisodeFailure, described
-from harts_hf.rollouts.environments.texts import ObservationLimit, PlainWriter, Writer
-from harts_hf.rollouts.fields import shortened
+from harts_hf.rollouts.environments.failures import EpisodeFailure, described
+from harts_hf.rollouts.environments.messages import as_messages
+from harts_hf.rollouts.environments.texts import ObservationLimit, Writer
 from harts_hf.rollouts.lost import check_nothing_is_lost
 
 _BY_URL = (
@@ -234,92 +232,6 @@ class ChatWriter(Writer):
         except Exception as error:  # templates are programs: they raise what they like
             return f"it does not take a user's message after an answer ({described(error)})"
         return None if opened else "answers in the history begin in another way than the prompt for an answer"
-
-
-class AnyWriter(Writer):
-    """Writes messages by the chat template and texts as they are, each environment as it says.
-
-    Args:
-        tokenizer: the policy's; one without a chat template will do as long as no environment needs it.
-        chat: whether texts are messages too.
-        end_ids: as for :class:`ChatWriter`.
-        template_kwargs: likewise.
-        limit: likewise.
-
-    Raises:
-        ValueError: ``chat``, and a tokenizer without a chat template.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        chat: bool,
-        end_ids: Sequence[int],
-        template_kwargs: dict[str, Any] | None = None,
-        limit: ObservationLimit | None = None,
-    ) -> None:
-        limit = limit or ObservationLimit()
-        super().__init__(tokenizer, limit)
-        self._plain = PlainWriter(tokenizer, limit)
-        self._make = partial(ChatWriter, tokenizer, end_ids=end_ids, template_kwargs=template_kwargs, limit=limit)
-        self._always = chat
-        self._chat: ChatWriter | None = self._make() if chat else None
-
-    @property
-    def num_cut(self) -> int:
-        """Observations that were cut so far."""
-        return self._plain.num_cut + (0 if self._chat is None else self._chat.num_cut)
-
-    def prompt(self, said: Any, environment: Environment, *, limit: int | None = None) -> list[int]:
-        return self._of(environment).prompt(said, environment, limit=limit)
-
-    def action(self, turn: SampledTurn, history: Sequence[int], environment: Environment) -> Any:
-        return self._of(environment).action(turn, history, environment)
-
-    def answer(self, observation: Any, turn: SampledTurn, environment: Environment, *, limit: int) -> list[int] | None:
-        return self._of(environment).answer(observation, turn, environment, limit=limit)
-
-    def _of(self, environment: Environment) -> Writer:
-        if not self._always and not environment.takes_messages:
-            return self._plain
-        if self._chat is None:
-            self._chat = self._make()
-        return self._chat
-
-
-def as_messages(said: Any, what: str) -> list[Message]:
-    """What an environment says, as messages: a text is the content of a user's.
-
-    Args:
-        said: a text, or a list of at least one message.
-        what: for the error, such as ``"Riddle.reset to return"``.
-
-    Raises:
-        EpisodeFailure: something else; contents that are no text (images), or no UTF-8.
-    """
-    try:
-        if not isinstance(said, list):
-            check_text(said, f"{what} a text or a list of messages")
-            return [{"role": "user", "content": said}]
-        if not said or not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in said):
-            raise ContractError(f"expected {what} messages, objects with a role, got {shortened(said)}")
-        for message in said:
-            _check_content(message, what)
-    except ContractError as error:
-        raise EpisodeFailure("contract", str(error)) from error
-    return said
-
-
-def _check_content(message: Message, what: str) -> None:
-    content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        return
-    for block in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-        if not isinstance(block, dict) or block.get("type") != "text":
-            kind = block.get("type") if isinstance(block, dict) else block
-            raise ContractError(f"expected {what} messages of text, got content of the type {shortened(kind)}")
-        check_text(block.get("text"), f"{what} messages whose content is text")
 
 
 def _before(message: Message) -> list[Message]:
