@@ -31,18 +31,27 @@ class TreeHooks:
     _config_class: type
 
     def __init__(self, model: Any, reward_funcs: Any, args: Any = None, *more: Any, **kwargs: Any) -> None:
+        parent: Any = super()
+        parent.__init__(model, reward_funcs, self._checked_arguments(args), *more, **kwargs)
+        self._begin_tree(TreePolicy)
+
+    def _checked_arguments(self, args: Any) -> Any:
+        """The trainer's arguments, before TRL sees them."""
         check_trl_version()
         if args is None:
             args = self._config_class(output_dir=type(self).__name__)
         if not isinstance(args, self._config_class):
             raise ValueError(f"expected args to be a {self._config_class.__name__}, got {type(args).__name__}")
-        parent: Any = super()
-        parent.__init__(model, reward_funcs, args, *more, **kwargs)
+        return args
+
+    def _begin_tree(self, policy_class: type[TreePolicy]) -> None:
+        """After TRL's own beginning: refuses, then patches."""
         check_settings(self)
         patch(self.model)
-        if self.ref_model is not None:
-            patch(self.accelerator.unwrap_model(self.ref_model))
-        self._tree = TreePolicy(self)
+        reference = getattr(self, "ref_model", None)
+        if reference is not None:
+            patch(self.accelerator.unwrap_model(reference))
+        self._tree: Any = policy_class(self)
 
     def _get_per_token_logps_and_entropies(
         self,
