@@ -26,10 +26,11 @@ import copy
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+Thing = TypeVar("Thing")
 # A message of a conversation, as chat templates take it: "role", "content", and what else its role has.
 Message = dict[str, Any]
 
@@ -108,7 +109,7 @@ class Environment(ABC):
         What cannot be copied at all is played again from the start by
         :class:`~harts_hf.rollouts.ReplayedEnvironment`.
         """
-        return copy.deepcopy(self)
+        return copied(self)
 
     def close(self) -> None:  # noqa: B027  # most have nothing to free
         """Frees what the episode holds; called once nobody needs it any more, unless one of its calls hangs."""
@@ -204,3 +205,18 @@ def loaded(given: Any) -> Any:
         ValueError: as :func:`load_object`.
     """
     return load_object(given) if isinstance(given, str) else given
+
+
+def copied(thing: Thing) -> Thing:
+    """A deep copy.
+
+    Raises:
+        TypeError: it cannot be copied; says what to do instead.
+    """
+    try:
+        return copy.deepcopy(thing)
+    except Exception as error:
+        raise TypeError(
+            f"{type(thing).__name__} cannot be copied ({type(error).__name__}: {error}): give it a __deepcopy__, or "
+            "play it again with ReplayedEnvironment"
+        ) from error

@@ -5,7 +5,6 @@ that loop, but the state between two turns can be forked.
 """
 
 import asyncio
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -13,8 +12,8 @@ from typing import Any, Self
 
 from trl.trainer.utils import start_event_loop_in_daemon
 
-from harts_hf.rollouts.environment import ChatEnvironment, Message, StepResult, loaded
-from harts_hf.rollouts.environments.failures import ContractError, described
+from harts_hf.rollouts.environment import ChatEnvironment, Message, StepResult, copied, loaded
+from harts_hf.rollouts.environments.failures import ContractError
 from harts_hf.rollouts.fields import shortened
 
 # Methods of a TRL environment that are no tools.
@@ -144,7 +143,7 @@ class ToolEnvironment(ChatEnvironment):
         """A copy with a deep copy of the TRL environment."""
         twin = object.__new__(type(self))
         twin._factory, twin._own_tools = self._factory, self._own_tools
-        twin._inner = _deep_copy(self._inner)
+        twin._inner = copied(self._inner)
         return twin
 
     def for_rewards(self) -> Any:
@@ -156,16 +155,6 @@ class ToolEnvironment(ChatEnvironment):
         close = getattr(self._inner, "_close", None)
         if callable(close):
             close()
-
-
-def _deep_copy(inner: Any) -> Any:
-    try:
-        return copy.deepcopy(inner)
-    except Exception as error:
-        raise TypeError(
-            f"{type(inner).__name__} cannot be copied ({described(error)}): give it a __deepcopy__, or play it again "
-            "with ReplayedEnvironment"
-        ) from error
 
 
 @functools.cache
