@@ -208,7 +208,7 @@ def test_steps_in_which_nothing_can_be_scored(reward, means, user_code, tmp_path
             ["--reward_funcs", "user_code:leave"],
             "expected environments, agents and reward functions to return, got SystemExit(0)",
         ),
-        (["--environment", "user_code:Leaves", "--environment_kwargs", "{}"], "SystemExit"),
+        (["--environment", "user_code:Leaves", "--environment_kwargs", "{}"], "(16 raised); the first: SystemExit"),
         (["--environment", "user_code:Stops", "--environment_kwargs", "{}"], "StopIteration"),
         (["--environment", "user_code:LeavesAtOnce", "--environment_kwargs", "{}"], "to return, got SystemExit(0)"),
         (
