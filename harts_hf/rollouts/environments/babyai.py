@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from harts_hf.rollouts.environment import Environment, StepResult
 from harts_hf.rollouts.environments.grid_text import STYLES, Style, describe_view
+from harts_hf.rollouts.environments.quiet import alone_and_quiet
 from harts_hf.rollouts.environments.words import word_tokenizer, words_of
 
 # minigrid's names of actions, which the policy may say, and what they are called in sentences. (`done` does nothing.)
@@ -104,7 +105,8 @@ class BabyAIEnvironment(Environment):
         """
         _check_level(prompt)
         self._game = _make_level(prompt, self._level_kwargs)
-        self._view, _ = self._game.reset(seed=seed)
+        with alone_and_quiet():  # some levels print how they were drawn
+            self._view, _ = self._game.reset(seed=seed)
         if not isinstance(self._view, dict) or not {"mission", "image"} <= self._view.keys():
             raise ValueError(f"expected a level whose observations have a mission and an image, got {prompt}")
         self._reward = 0.0
@@ -210,3 +212,5 @@ def _make_level(level: str, kwargs: dict[str, Any]) -> Any:
         return gymnasium.make(level, disable_env_checker=True, **kwargs).unwrapped
     except TypeError as error:
         raise ValueError(f"level_kwargs do not fit {level}: {error}") from error
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ImportError(f"{level} needs more than minigrid alone: {error}") from error

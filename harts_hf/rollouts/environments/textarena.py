@@ -7,13 +7,13 @@ that would download something, or ask a model of somebody else's, are refused be
 import copy
 import difflib
 import random
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from harts_hf.rollouts.environment import Environment, StepResult
+from harts_hf.rollouts.environments.quiet import alone_and_quiet
 from harts_hf.rollouts.environments.words import word_tokenizer, words_of
 
 # Modules of games that cannot run offline; some download while they are imported.
@@ -26,9 +26,6 @@ _REFUSED = {
 }
 # What a tiny model's tokenizer knows is read in so many games, after so many random actions.
 _GAMES_READ, _TURNS_READ = 200, 12
-
-# Games draw from Python's global generator; environments take turns at it.
-_GENERATOR_LOCK = threading.Lock()
 
 
 class TextArenaEnvironment(Environment):
@@ -50,7 +47,8 @@ class TextArenaEnvironment(Environment):
         games: ids of games to train on where there is no data set, one or several; each is a prompt.
         rules: show the game's rules.
         game_kwargs: keyword arguments of the game's class instead of those that it is registered with.
-        unfinished_reward: of an episode that the collector's limits cut short; the game has no reward for it.
+        unfinished_reward: of an episode that the game gives no number for: it was cut short by the collector's limits
+            or, in a few games (Countdown, Cryptarithm, Slitherlink), ended by wrong actions.
         word_actions: what a tiny model may say, one word each; needed for :meth:`tokenizer` only.
 
     Raises:
@@ -104,9 +102,10 @@ class TextArenaEnvironment(Environment):
 
     @property
     def reward(self) -> float:
-        """The game's reward, mostly in [0, 1] (its documentation says), or ``unfinished_reward``."""
-        rewards = self._game.state.rewards
-        return self._unfinished_reward if rewards is None else float(rewards[0])
+        """The game's reward, for most games in [0, 1], or ``unfinished_reward`` if it has none."""
+        reward = (self._game.state.rewards or {}).get(0)
+        # Some games, ended by wrong actions, put their reason where the reward belongs.
+        return float(reward) if isinstance(reward, int | float) else self._unfinished_reward
 
     def prompts(self) -> list[str]:
         """One prompt for each game: its id."""
@@ -138,8 +137,9 @@ class TextArenaEnvironment(Environment):
                         break
         return word_tokenizer(words_of(texts))
 
-    def _with_own_luck(self, play: Any) -> Any:
-        with _GENERATOR_LOCK:
+    def _with_own_luck(self, play: Callable[[], Any]) -> Any:
+        """Games draw from Python's global generator: it gets this game's state while they do."""
+        with alone_and_quiet():
             others = random.getstate()
             random.setstate(self._luck)
             try:
@@ -179,7 +179,7 @@ def _begin(game: str, kwargs: dict[str, Any], seed: int) -> Any:
     single = f"expected a game for one player that can be played with game_kwargs {kwargs}, got {game}"
     try:
         made.reset(num_players=1, seed=seed)
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ValueError, OSError) as error:
         raise ValueError(f"{single}: {error}") from error
     if not isinstance(made.state, textarena.SinglePlayerState):
         raise ValueError(f"{single}, whose state is a {type(made.state).__name__}")
