@@ -8,7 +8,7 @@ import pytest
 
 from harts_hf.rollouts.environments.textarena import TextArenaEnvironment
 
-pytest.importorskip("textarena")
+textarena = pytest.importorskip("textarena")
 
 GAME = "GuessTheNumber-v0"
 # Each game that runs offline, and an action of it.
@@ -43,9 +43,10 @@ def begun(game=GAME, *, seed=0, **options):
     return environment, environment.reset(game, seed=seed)
 
 
-def test_a_game_that_goes_well():
-    """The game's rules, its hints as it gives them, its reward."""
-    game, rules = begun(seed=3, game_kwargs={"max_number": 8, "max_turns": 4})
+@pytest.mark.parametrize("seed", range(4))
+def test_a_game_that_goes_well(seed):
+    """The game's rules, its hints as it gives them and nothing else, its reward."""
+    game, rules = begun(seed=seed, game_kwargs={"max_number": 8, "max_turns": 4})
     assert rules.startswith("You are Player 0. You are playing Guess The Number.")
     assert "between 1 and 8 within 4 turns" in rules
     low, high = 1, 8
@@ -91,6 +92,29 @@ def test_every_offline_game_forks_and_repeats(name):
         said.append([environment.step(action) for action in (OFFLINE[name], "nonsense")])
     assert said[0] == said[1] == said[2]
     assert game.reward == twin.reward == again.reward
+
+
+@pytest.mark.parametrize(
+    ("name", "actions"),
+    [("2048-v0", ["up", "left", "down", "right"] * 5), ("Blackjack-v0", ["Stand", "Hit"] * 4)],
+)
+def test_the_game_is_textarenas(name, actions):
+    """The same texts as from TextArena alone, throughout: also where chance goes on after the reset."""
+    stock = textarena.make(name)
+    stock.reset(num_players=1, seed=9)
+    expected = []
+    for action in actions:
+        stock.state.get_current_player_observation()
+        done, _ = stock.step(f"[{action}]")
+        expected.append([text for sender, text, _ in stock.state.observations[0] if sender == textarena.GAME_ID])
+        if done:
+            break
+    game, _ = begun(name, seed=9)
+    for action, texts in zip(actions, expected, strict=False):
+        random.seed(0)
+        observation, done = game.step(action)
+        assert observation == "\n\n".join(text.strip() for text in texts)
+    assert len(expected) > 2
 
 
 def test_forks_have_the_same_luck():
