@@ -153,10 +153,10 @@ class BabyAIEnvironment(Environment):
         texts, play = [], random.Random(0)
         for level in self._levels:
             for seed in range(_INSTANCES_READ):
-                texts += [self.reset(level, seed=seed), self.step("").observation]
+                texts += [self.reset(level, seed=seed), str(self.step("").observation)]
                 for action in play.choices(list(self._actions), k=_TURNS_READ):
                     text, done = self.step(action)
-                    texts.append(text)
+                    texts.append(str(text))
                     if done:
                         break
         # Small numbers stand for distances that were not met.

@@ -132,7 +132,7 @@ class TextArenaEnvironment(Environment):
                 # Now and then a wrong one: the game has words for that, too.
                 for action in play.choices(["", *self._word_actions], k=_TURNS_READ):
                     text, done = self.step(action)
-                    texts.append(text)
+                    texts.append(str(text))
                     if done:
                         break
         return word_tokenizer(words_of(texts))
