@@ -48,11 +48,11 @@ class Bar:
 CASES: dict[str, tuple[Bar, dict[str, Player]]] = {
     "tiny_grpo": (Bar(first_below=0.2, last_above=0.7, seconds=300.0), {}),
     "babyai_grpo": (
-        Bar(first_below=0.2, last_above=0.7, seconds=900.0),
+        Bar(first_below=0.2, last_above=0.8, seconds=900.0),
         {"random_actions": move_at_random, "best_play": follow_the_bot},
     ),
     "textarena_grpo": (
-        Bar(first_below=0.5, last_above=0.9, seconds=900.0),
+        Bar(first_below=0.5, last_above=0.85, seconds=900.0),
         {"random_actions": guess_at_random, "best_play": guess_in_the_middle},
     ),
 }

@@ -190,7 +190,8 @@ def test_levels_print_nothing(capsys):
         ({"style": "emoji"}, "expected style to be one of sentences, words, got 'emoji'"),
         ({"reward": "dense"}, "expected reward to be one of success, discounted, got 'dense'"),
         ({"actions": ["left", "jump"]}, f"expected actions to be one of {', '.join(ACTIONS)}, got 'jump'"),
-        ({"actions": []}, "expected actions to be one of"),
+        ({"actions": []}, "expected actions to be a list of"),
+        ({"actions": "left"}, "expected actions to be a list of"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )

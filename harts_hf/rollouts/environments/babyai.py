@@ -77,7 +77,9 @@ class BabyAIEnvironment(Environment):
     ) -> None:
         _check_choice("style", style, STYLES)
         _check_choice("reward", reward, _REWARDS)
-        for action in actions or [None]:
+        if isinstance(actions, str) or not actions:
+            raise ValueError(f"expected actions to be a list of {', '.join(ACTIONS)}, got {actions!r}")
+        for action in actions:
             _check_choice("actions", action, ACTIONS)
         self._levels = [levels] if isinstance(levels, str) else list(levels)
         if not self._levels:
