@@ -13,11 +13,11 @@ EPISODES = 1000
 Player = Callable[[Any, random.Random], "Iterator[str]"]
 
 
-def mean_reward(arguments: TrainArguments, player: Player) -> float:
-    """Mean reward of ``EPISODES`` episodes, seeds 0, 1, ..., within the turns that a recipe allows."""
+def mean_reward(arguments: TrainArguments, player: Player, *, episodes: int = EPISODES) -> float:
+    """Mean reward of so many episodes, seeds 0, 1, ..., within the turns that a recipe allows."""
     environment: Environment = load_object(arguments.environment)(**arguments.environment_kwargs)
     total = 0.0
-    for seed in range(EPISODES):
+    for seed in range(episodes):
         prompts = environment.prompts()
         environment.reset(prompts[seed % len(prompts)], seed=seed)
         actions = player(environment, random.Random(f"player {seed}"))  # the environment has the seed itself
@@ -28,7 +28,7 @@ def mean_reward(arguments: TrainArguments, player: Player) -> float:
                 break
             action = actions.send(observation)
         total += environment.reward
-    return total / EPISODES
+    return total / episodes
 
 
 def move_at_random(environment, generator):
