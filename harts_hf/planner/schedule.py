@@ -8,6 +8,7 @@ from harts_hf.planner import serialization, validation
 from harts_hf.planner.accounting import Accounts, ChunkEnds, Handed, Measure
 from harts_hf.planner.config import Execution, PlannerConfig
 from harts_hf.planner.cost import DEFAULT_COST, CostModel
+from harts_hf.planner.digest import schedule_digest
 from harts_hf.planner.execution import DUMMY, Op, align
 from harts_hf.planner.lives import Life, amounts_alive, handoff_lives
 from harts_hf.planner.memory import MemoryCounts, count_memory, graph_tokens, handed_bytes
@@ -213,6 +214,17 @@ class Schedule:
         if config.max_handoff_bytes is not None:
             assert self.peak_handoff_bytes <= config.max_handoff_bytes, "too many bytes handed over"
         assert config.sharing != "never" or (self.tree.occurrence_counts == 1).all(), "shared although told not to"
+
+    def digest(self) -> int:
+        """A number of 63 bits (0 or more, so it fits an int64 tensor) that ranks compare before they start a step.
+
+        Equal for schedules that run the same ops on the same rows: it covers the forest with its tokens (where it has
+        them), microbatches, ops, execution, chunk size and number of ranks. Limits, cost model and ``decision`` have
+        no part in it. It is the same in every process and on every machine.
+
+        Complexity: NumPy work and hashing over rows and spans; a few milliseconds for 0.6 million rows.
+        """
+        return schedule_digest(self.tree, self.microbatches, self.rank_ops, self.execution, self.config)
 
     def to_json(self) -> str:
         """The schedule as versioned JSON: the shape of its forest, limits, microbatches and ops."""
