@@ -1,18 +1,21 @@
 """What a planner decides: microbatches and the order of their forwards and backwards (NumPy only)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+
+import numpy as np
 
 from harts_hf.planner import serialization, validation
 from harts_hf.planner.accounting import Accounts, ChunkEnds, Handed, Measure
 from harts_hf.planner.config import Execution, PlannerConfig
-from harts_hf.planner.cost import DEFAULT_COST, CostModel
+from harts_hf.planner.cost import DEFAULT_COST, CostModel, UnitSeconds
 from harts_hf.planner.digest import schedule_digest
-from harts_hf.planner.execution import DUMMY, Op, align
+from harts_hf.planner.execution import DUMMY, OP_KINDS, Op, align
 from harts_hf.planner.lives import Life, amounts_alive, handoff_lives
 from harts_hf.planner.memory import MemoryCounts, count_memory, graph_tokens, handed_bytes
 from harts_hf.planner.microbatch import Microbatch
+from harts_hf.planner.walk import FloatArray
 from harts_hf.tree import RolloutTree
 
 
@@ -173,16 +176,33 @@ class Schedule:
         trunks = [microbatch.trunk_ids for microbatch in self.microbatches]
         return [handoff_lives(ops, trunks) for ops in self.rank_ops]
 
+    @cached_property
+    def _seconds(self) -> dict[str, list[float]]:
+        """By kind of op the estimated time of each microbatch, and after them that of a dummy."""
+        names = [field.name for field in fields(UnitSeconds)]
+        work = np.array([[getattr(m.work, name) for name in names] for m in self.measures], np.float64)
+        seconds = {}
+        for kind in OP_KINDS:
+            unit = self.cost.backward if kind == "B" else self.cost.forward
+            times = work @ np.array([getattr(unit, name) for name in names], np.float64)
+            seconds[kind] = [*times.tolist(), unit.microbatches]
+        return seconds
+
     def op_seconds(self, op: Op) -> float:
         """Estimated time of an op; a dummy costs what a microbatch costs without work."""
         kind, index = op
-        coefficients = self.cost.backward if kind == "B" else self.cost.forward
-        return coefficients.microbatches if index == DUMMY else coefficients.seconds(self.measures[index].work)
+        return self._seconds[kind][index]  # DUMMY is -1, the last
 
     @cached_property
     def estimated_seconds(self) -> float:
-        """Estimated time of the step: the sum over ops of the slowest rank's op."""
-        return sum(max(self.op_seconds(op) for op in ops) for ops in zip(*self._aligned, strict=True))
+        """Estimated time of the step: ranks move in lockstep, so the sum over ops of the slowest rank's op."""
+        return float(self.slot_seconds.max(axis=0).sum())
+
+    @cached_property
+    def slot_seconds(self) -> FloatArray:
+        """``[world_size, slots]`` estimated seconds of each rank's ops, dummies among them."""
+        seconds = [[self._seconds[kind][index] for kind, index in ops] for ops in self._aligned]
+        return np.array(seconds, np.float64).reshape(len(self._aligned), -1)
 
     # ---- proof, text --------------------------------------------------------------------------------------------
 

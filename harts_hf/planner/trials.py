@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from harts_hf.planner.accounting import Accounts, ChunkEnds
+from harts_hf.planner.assembly import assemble
 from harts_hf.planner.config import Execution, PlannerConfig
 from harts_hf.planner.cost import DEFAULT_COST, CostModel, UnitSeconds
-from harts_hf.planner.cuts import Piece, PieceLimits, assemble, cut_evenly, cut_greedily, cut_whole_paths
+from harts_hf.planner.cuts import Piece, PieceLimits, cut_evenly, cut_greedily, cut_whole_paths
 from harts_hf.planner.execution import Op, interleave
 from harts_hf.planner.memory import graph_tokens, handed_bytes
 from harts_hf.planner.microbatch import Microbatch
