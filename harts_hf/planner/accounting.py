@@ -180,7 +180,10 @@ class Accounts:
 
     @classmethod
     def of(cls, ends: ChunkEnds, microbatches: Sequence[Microbatch], cost: CostModel) -> "Accounts":
-        """Of microbatches by id. Complexity: see :func:`measure_all`, and NumPy work over the spans of all prefixes."""
+        """Of microbatches by id.
+
+        Complexity: see :func:`measure_all`, and NumPy work over the spans of all prefixes.
+        """
         measures = measure_all(ends, microbatches, cost)
         return cls(measures=measures, handed=_handed(ends.tree.num_tokens, microbatches, measures, cost))
 

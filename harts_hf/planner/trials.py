@@ -34,6 +34,7 @@ class Task:
     cost: CostModel
     execution: Execution
     seconds_per: UnitSeconds
+    step_parts: tuple[UnitSeconds, UnitSeconds]
     ends: ChunkEnds
 
     @classmethod
@@ -47,6 +48,7 @@ class Task:
             cost=cost,
             execution=execution,
             seconds_per=cost.step(forwards=2 if execution == "replay" else 1),
+            step_parts=cost.step_parts(forwards=2 if execution == "replay" else 1),
             ends=ChunkEnds(tree, config.chunk_size),
         )
 
