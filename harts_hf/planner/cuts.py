@@ -154,7 +154,7 @@ def cut_evenly(
         return cut_greedily(table, limits, chunk_size=chunk_size, seconds_per=seconds_per, seconds=seconds)
 
     totals = [float(table.seconds[-1]) for table in tables]
-    slowest = max(totals) / count
+    slowest = max(totals) / max(count, 1)
     found: list[list[Piece]] = [[] for _ in tables]
     for rank in sorted(range(len(tables)), key=lambda rank: -totals[rank]):
         pieces = cut(tables[rank], slowest)

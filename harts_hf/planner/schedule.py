@@ -233,6 +233,8 @@ class Schedule:
             assert self.peak_graph_tokens <= config.max_graph_tokens, "too many graphs alive"
         if config.max_handoff_bytes is not None:
             assert self.peak_handoff_bytes <= config.max_handoff_bytes, "too many bytes handed over"
+        once = config.sharing != "always" or not config.handoff
+        assert once or sum(m.num_rows for m in self.microbatches) == self.tree.num_tokens, "a row computed twice"
         assert config.sharing != "never" or (self.tree.occurrence_counts == 1).all(), "shared although told not to"
 
     def digest(self) -> int:
