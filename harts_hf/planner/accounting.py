@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 
 import numpy as np
@@ -171,21 +172,31 @@ class Accounts:
     """Counts of all microbatches of a plan.
 
     Attributes:
+        microbatches: by id.
         measures: what each microbatch does, by id.
-        handed: what each trunk hands over, by id; microbatches that nobody reads are left out.
+        num_rows: rows of the forest.
+        cost: for bytes of what is handed over.
     """
 
+    microbatches: Sequence[Microbatch]
     measures: tuple[Measure, ...]
-    handed: dict[int, Handed]
+    num_rows: int
+    cost: CostModel
 
     @classmethod
     def of(cls, ends: ChunkEnds, microbatches: Sequence[Microbatch], cost: CostModel) -> "Accounts":
-        """Of microbatches by id.
-
-        Complexity: see :func:`measure_all`, and NumPy work over the spans of all prefixes.
-        """
+        """Of microbatches by id. Complexity: see :func:`measure_all`."""
         measures = measure_all(ends, microbatches, cost)
-        return cls(measures=measures, handed=_handed(ends.tree.num_tokens, microbatches, measures, cost))
+        return cls(microbatches=microbatches, measures=measures, num_rows=ends.tree.num_tokens, cost=cost)
+
+    @cached_property
+    def handed(self) -> dict[int, Handed]:
+        """What each trunk hands over, by id; microbatches that nobody reads are left out.
+
+        Counted on first use, since planning needs it under a limit of handed bytes only. Complexity: NumPy work over
+        the spans of all prefixes.
+        """
+        return _handed(self.num_rows, self.microbatches, self.measures, self.cost)
 
 
 # Handed spans are united once this many have come together.

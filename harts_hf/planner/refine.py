@@ -78,7 +78,8 @@ def _placements(task: Task, walk: Walk) -> list[IntArray]:
         return [place_roots(leaves, config.world_size)]
     slot_seconds = task.seconds_per.microbatches + task.seconds_per.calls
     found: list[IntArray] = []
-    for owner in place_runs(leaves, config.world_size, max_rows=task.max_rows, slot_seconds=slot_seconds):
+    placed = place_runs(leaves, config.world_size, max_rows=task.max_rows, slot_seconds=slot_seconds)
+    for owner in placed if walk.num_rows <= MANY_PIECES * task.max_rows else placed[:1]:
         if not any(np.array_equal(owner, other) for other in found):
             found.append(owner)
     return found
