@@ -6,7 +6,7 @@ rows between its ends plus the path above its first leaf, which is short where t
 """
 
 from bisect import bisect_left, bisect_right, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
@@ -21,6 +21,8 @@ from harts_hf.tree import IntArray
 SEARCH_TO = 2e-3
 
 
+# A path above units, the common rows aside, takes at most this part of a step that cannot be faster.
+SPLIT_WITHIN = 1e-3
 # Runs are exchanged between ranks at most this often.
 MAX_EXCHANGES = 32
 # Of the rows that a microbatch may hold, those that pieces of a walk fill in the mean at least.
@@ -39,12 +41,17 @@ class LeafTable:
     Attributes:
         before: ``[3, L + 1]`` costs of all rows of the walk before each leaf's own first row.
         above: ``[3, L]`` costs of the path above each leaf's own first row.
+        common: ``[3]`` costs of the rows above all leaves, which every rank pays once; in none of the above.
         root: ``[L]`` number of each leaf's root.
+        unit: ``[L]`` number of each leaf's subtree of those that have next to nothing above them that is not common;
+            ascending.
     """
 
     before: FloatArray
     above: FloatArray
+    common: FloatArray
     root: IntArray
+    unit: IntArray
 
     @property
     def num_leaves(self) -> int:
@@ -52,7 +59,9 @@ class LeafTable:
         return len(self.root)
 
     @classmethod
-    def build(cls, walk: Walk, *, chunk_size: int, step_parts: tuple[UnitSeconds, UnitSeconds]) -> "LeafTable":
+    def build(
+        cls, walk: Walk, *, chunk_size: int, step_parts: tuple[UnitSeconds, UnitSeconds], world_size: int
+    ) -> "LeafTable":
         """Of a walk: seconds of the forwards and of the backward of a step, by their coefficients, and rows."""
         leaves = np.flatnonzero(walk.is_leaf)
         first = np.append(0, leaves[:-1] + 1)  # the segment after the leaf before
@@ -61,15 +70,28 @@ class LeafTable:
         nodes = whole_chunk_rows(stop, chunk_size) - whole_chunk_rows(walk.depth, chunk_size)
         nodes = nodes + np.where(walk.is_leaf, stop % chunk_size, 0)
         own = np.stack([walk.length, nodes, pairs]).astype(np.float64)
-        depth = walk.depth[first]
-        path = np.stack([depth, whole_chunk_rows(depth, chunk_size), causal_pairs(depth)]).astype(np.float64)
         costs = np.array([[unit.rows, unit.linear_rows, unit.pairs] for unit in step_parts] + [[1.0, 0.0, 0.0]])
-        before = np.append(np.zeros((3, 1)), np.cumsum(costs @ own, axis=1), axis=1)
-        return cls(before=before[:, np.append(first, walk.num_segments)], above=costs @ path, root=walk.root[first])
+
+        def path(depth: IntArray) -> FloatArray:
+            counts = np.stack([depth, whole_chunk_rows(depth, chunk_size), causal_pairs(depth)])
+            return costs @ counts.astype(np.float64)
+
+        common = path(stop[:1])[:, 0] if walk.parent[1:].min(initial=0) >= 0 and not walk.is_leaf[0] else np.zeros(3)
+        before = np.append(np.zeros((3, 1)), np.cumsum(costs @ own, axis=1), axis=1)[:, np.append(first, len(stop))]
+        before[:, 1:] -= common[:, None]
+        above = path(walk.depth[first])
+        above[:, 1:] -= common[:, None]
+        # Segments that end where a path has taken next to no time are above units, those below them begin one.
+        seconds = max(float(before[:2, -1].sum()) / world_size, float((above + np.diff(before))[:2].sum(axis=0).max()))
+        is_top = ~walk.is_leaf & (path(stop)[:2].sum(axis=0) <= common[:2].sum() + SPLIT_WITHIN * seconds)
+        begins = ~is_top & ((walk.parent < 0) | is_top[walk.parent])
+        unit = (np.cumsum(begins) - 1)[leaves]
+        return cls(before=before, above=above, common=common, root=walk.root[first], unit=unit)
 
     def divided(self, room: FloatArray) -> "LeafTable":
         """With costs divided by the room ``[3]`` that a second of the step has for each."""
-        return LeafTable(before=self.before / room[:, None], above=self.above / room[:, None], root=self.root)
+        per = room[:, None]
+        return replace(self, before=self.before / per, above=self.above / per, common=self.common / room)
 
     @cached_property
     def paths(self) -> FloatArray:
@@ -79,8 +101,12 @@ class LeafTable:
     @cached_property
     def roots(self) -> list["Run"]:
         """The run of leaves of each root."""
-        starts = np.flatnonzero(np.append(True, self.root[1:] != self.root[:-1]))
-        return list(zip(starts.tolist(), np.append(starts[1:], self.num_leaves).tolist(), strict=True))
+        return _runs_of_equal(self.root)
+
+    @cached_property
+    def units(self) -> list["Run"]:
+        """The run of leaves of each unit."""
+        return _runs_of_equal(self.unit)
 
     @cached_property
     def _lists(self) -> list[tuple[list[float], list[float]]]:
@@ -91,7 +117,7 @@ class LeafTable:
         return max([before[stop] - before[start] + above[start] for before, above in self._lists])
 
     def sums(self, packing: "Packing", cost: int) -> list[float]:
-        """What each rank of a packing has of one of the costs."""
+        """What each rank of a packing has of one of the costs, the common rows aside."""
         before, above = self._lists[cost]
         return [sum(before[stop] - before[start] + above[start] for start, stop in runs) for runs in packing]
 
@@ -107,6 +133,11 @@ class LeafTable:
             budget = seconds - above[start] + before[start]
             stop = min(stop, bisect_right(before, budget * (1 + 1e-12)) - 1)
         return stop
+
+
+def _runs_of_equal(numbers: IntArray) -> list["Run"]:
+    starts = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1]))
+    return list(zip(starts.tolist(), np.append(starts[1:], len(numbers)).tolist(), strict=True))
 
 
 Run = tuple[int, int]
@@ -132,6 +163,7 @@ def place_runs(leaves: LeafTable, world_size: int, *, max_rows: int, slot_second
     if longest.sum() * world_size > 0.8 * whole.sum():
         shares += [longest / longest.sum(), (longest / longest.sum() + shares[0]) / 2]
     found: list[tuple[float, int, Packing]] = []
+    common = float(leaves.common[2])
 
     def search(room: FloatArray, below: float | None) -> tuple[float, int] | None:
         """Seconds and microbatches of the fastest packing."""
@@ -139,7 +171,7 @@ def place_runs(leaves: LeafTable, world_size: int, *, max_rows: int, slot_second
         if answer is None:
             return None
         seconds, packing = answer[0], _balanced(leaves.divided(room), answer[1])
-        slots = ceil(max(leaves.sums(packing, 2)) / (FULL * max_rows))
+        slots = ceil((common + max(leaves.sums(packing, 2))) / (FULL * max_rows))
         lockstep = sum(max(leaves.sums(packing, cost)) for cost in (0, 1))
         found.append((lockstep + slots * slot_seconds, len(found), packing))
         return seconds, slots
@@ -149,10 +181,10 @@ def place_runs(leaves: LeafTable, world_size: int, *, max_rows: int, slot_second
         answer = search(np.append(share, np.inf), None if seconds == np.inf else seconds)
         if answer is not None:
             (seconds, slots), best = answer, share
-    fewest = ceil(sum(leaves.sums(min(found)[2], 2)) / (FULL * max_rows * world_size))
+    fewest = ceil((common + sum(leaves.sums(min(found)[2], 2)) / world_size) / (FULL * max_rows))
     for count in range(slots - 1, fewest - 1, -1):
-        room = np.append(best, FULL * max_rows * count / seconds)
-        if search(room, seconds + (slots - count) * slot_seconds) is None:
+        room = np.append(best, (FULL * max_rows * count - common) / seconds)
+        if room[2] <= 0 or search(room, seconds + (slots - count) * slot_seconds) is None:
             break
     return [_owner_of_leaves(packing, leaves.num_leaves) for _, _, packing in sorted(found)]
 
@@ -273,12 +305,12 @@ def _owner_of_leaves(packing: Packing, num_leaves: int) -> IntArray:
 def _pack(leaves: LeafTable, world_size: int, seconds: float) -> Packing | None:
     """Runs on ranks within ``seconds`` each, or None.
 
-    Trees that are too long for a rank are cut from their deep end. The largest run then goes to a rank that has room
+    Units that are too long for a rank are cut from their deep end. The largest run then goes to a rank that has room
     (the emptiest, or if that fails the fullest such rank); if none has, the early part of it fills the emptiest one.
     """
     queue = []
     total = 0.0
-    for start, stop in leaves.roots:
+    for start, stop in leaves.units:
         while (need := leaves.run(start, stop)) > seconds:
             cut = leaves.last_start(start, stop, seconds)
             if cut == stop:

@@ -73,7 +73,9 @@ def _placements(task: Task, walk: Walk) -> list[IntArray]:
     config = task.config
     if config.world_size == 1:
         return []
-    leaves = LeafTable.build(walk, chunk_size=config.chunk_size, step_parts=task.step_parts)
+    leaves = LeafTable.build(
+        walk, chunk_size=config.chunk_size, step_parts=task.step_parts, world_size=config.world_size
+    )
     if config.sharing == "always":
         return [place_roots(leaves, config.world_size)]
     slot_seconds = task.seconds_per.microbatches + task.seconds_per.calls

@@ -181,7 +181,7 @@ class Schedule:
         """By kind of op the estimated time of each microbatch, and after them that of a dummy."""
         names = [field.name for field in fields(UnitSeconds)]
         work = np.array([[getattr(m.work, name) for name in names] for m in self.measures], np.float64)
-        seconds = {}
+        seconds: dict[str, list[float]] = {}
         for kind in OP_KINDS:
             unit = self.cost.backward if kind == "B" else self.cost.forward
             times = work @ np.array([getattr(unit, name) for name in names], np.float64)
