@@ -18,6 +18,9 @@ from harts_hf.planner.microbatch import Microbatch
 from harts_hf.planner.walk import FloatArray
 from harts_hf.tree import RolloutTree
 
+# Ranks whose ops are part of the text of a schedule.
+MAX_LISTED = 64
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule:
@@ -276,7 +279,8 @@ class Schedule:
     def __str__(self) -> str:
         tree, config = self.tree, self.config
         lines = [
-            f"Schedule: {len(self.microbatches)} microbatches on {config.world_size} ranks, {self.execution}",
+            f"Schedule: {counted(len(self.microbatches), 'microbatch', 'microbatches')} on "
+            f"{counted(config.world_size, 'rank')}, {self.execution}",
             f"  tree       {tree.num_trajectories} trajectories, {tree.num_expanded_tokens:,} expanded, "
             f"{tree.num_tokens:,} unique tokens ({tree.sharing_ratio:.2f}x)",
             f"  tokens     forward {self.forward_tokens:,}, backward {self.backward_tokens:,}, "
@@ -289,9 +293,16 @@ class Schedule:
             lines.append(f"  oversized  {len(self.oversized)} microbatches of one long trajectory each")
         if self.decision:
             lines.append(f"  decision   {self.decision}")
-        for rank in range(config.world_size):
+        for rank in range(min(config.world_size, MAX_LISTED)):
             lines.append(f"  rank {rank}: {_shorten(self.ops(rank))}")
+        if config.world_size > MAX_LISTED:
+            lines.append(f"  ... {config.world_size - MAX_LISTED} more ranks")
         return "\n".join(lines)
+
+
+def counted(number: int, name: str, plural: str | None = None) -> str:
+    """A number with its name: ``1 rank``, ``2 ranks``, ``4,096 ranks``."""
+    return f"{number:,} {name if number == 1 else plural or name + 's'}"
 
 
 def _shorten(ops: Sequence[Op], limit: int = 24) -> str:
