@@ -11,7 +11,7 @@ from harts_hf.planner.chunks import SegmentChunks
 from harts_hf.planner.cost import CostModel, Work, causal_pairs
 from harts_hf.planner.linear_calls import calls_of_forests
 from harts_hf.planner.microbatch import Microbatch
-from harts_hf.planner.spans import NO_SPANS, contains, expand_ranges, intersect, union
+from harts_hf.planner.spans import NO_SPANS, contains, expand_ranges, intersect, sorted_unique, union
 from harts_hf.tree import IntArray, RolloutTree
 
 
@@ -76,8 +76,11 @@ class ChunkEnds:
         last = spans[:, 1] - 1
         unfinished = (self.tree.subtree_end[last] > last + 1) & ((self.tree.depth[last] + 1) % self.chunk_size != 0)
         stride = self.tree.num_tokens + 1
-        goes_on = np.isin(part * stride + last, part * stride + self.tree.parent[spans[:, 0]])
-        ended = np.flatnonzero(unfinished & ~goes_on)
+        ended = np.flatnonzero(unfinished)
+        above_spans = np.sort(part * stride + self.tree.parent[spans[:, 0]])  # rows that go on in a span of their part
+        number = part[ended] * stride + last[ended]
+        found = np.minimum(np.searchsorted(above_spans, number), len(above_spans) - 1)
+        ended = ended[above_spans[found] != number]
         in_part, row, rows, above = part[which], self.row[inside], self.rows[inside], self.above[inside]
         if len(ended) == 0:
             return in_part, row, rows, above
@@ -119,7 +122,7 @@ def measure_all(ends: ChunkEnds, microbatches: Sequence[Microbatch], cost: CostM
     above_number = node_part * stride + above
     here = (above >= 0) & contains(spans + (part * stride)[:, None], above_number)
     parent = np.where(here, np.searchsorted(node_part * stride + row, above_number), -1)
-    entries = np.unique(above_number[~here & (above >= 0)])
+    entries = sorted_unique(above_number[~here & (above >= 0)])
     entry_ends = np.searchsorted(entries, np.arange(1, count) * stride)
     node_ends = np.searchsorted(node_part, np.arange(count + 1))
     linear_rows = np.diff(np.append(0, np.cumsum(rows))[node_ends]).tolist()

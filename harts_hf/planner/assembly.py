@@ -1,15 +1,18 @@
 """Makes microbatches of the pieces of walks (NumPy only)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from harts_hf.planner.cuts import Piece
 from harts_hf.planner.microbatch import Microbatch
-from harts_hf.planner.spans import NO_SPANS, expand_ranges
+from harts_hf.planner.spans import NO_SPANS, expand_ranges, merge_spans, sorted_unique
 from harts_hf.planner.walk import Walk
 from harts_hf.tree import IntArray
+
+# Runs of paths that are worked on at once, so that memory stays small where every piece has a path of many segments.
+MAX_RUNS = 2**16
 
 
 def assemble(walks: Sequence[Walk], pieces: Sequence[Sequence[Piece]]) -> list[Microbatch]:
@@ -31,35 +34,47 @@ def _of_rank(walk: Walk, cuts: Sequence[Piece], rank: int, first_id: int) -> lis
     count = len(cuts)
     starts = np.array([piece.start for piece in cuts])
     repeats = np.array([piece.again > 0 for piece in cuts])
-    paths = list(walk.paths_above(starts.tolist()))
-    reader = np.repeat(np.arange(count), list(map(len, paths)))
-    runs = np.concatenate([NO_SPANS, *paths])
-    above = _rows_of_runs(walk, runs)
-    again = repeats[reader]
-
     piece, spans, owned = _own_spans(walk, starts, cuts[-1].stop)
-    row_spans = _merged(np.append(piece, reader[again]), np.concatenate([spans, above[again]]), count)
-    owned_spans = row_spans
-    if not owned.all() or again.any():
-        owned_spans = _merged(piece[owned], spans[owned], count)
-    prefix_spans = _merged(reader[~again], above[~again], count)
-    trunks = _trunks(runs[~again], reader[~again], starts, repeats)
-    return [
-        Microbatch.from_spans(
-            id=first_id + index,
-            row_spans=row_spans[index],
-            owned_spans=owned_spans[index],
-            prefix_spans=prefix_spans[index],
-            trunks=tuple((first_id + trunks[index]).tolist()),
-            rank=rank,
-        )
-        for index in range(count)
-    ]
+    row_spans = _merged(piece, spans, count)
+    owned_spans = row_spans if owned.all() else _merged(piece[owned], spans[owned], count)
+    microbatches = []
+    for first, paths in _batches(walk.paths_above(starts.tolist())):
+        reader = np.repeat(np.arange(first, first + len(paths)), list(map(len, paths)))
+        runs = np.concatenate([NO_SPANS, *paths])
+        above = _merged(reader - first, _rows_of_runs(walk, runs), len(paths))
+        trunks = _trunks(runs, reader, starts, repeats, first, len(paths))
+        for index, prefix, own_trunks in zip(range(first, first + len(paths)), above, trunks, strict=True):
+            again = repeats[index]
+            rows = row_spans[index]
+            microbatches.append(
+                Microbatch.from_spans(
+                    id=first_id + index,
+                    row_spans=merge_spans(np.concatenate([rows, prefix])) if again else rows,
+                    owned_spans=owned_spans[index],
+                    prefix_spans=NO_SPANS if again else prefix,
+                    trunks=() if again else tuple((first_id + own_trunks).tolist()),
+                    rank=rank,
+                )
+            )
+    return microbatches
+
+
+def _batches(paths: Iterable[IntArray]) -> Iterator[tuple[int, list[IntArray]]]:
+    """Paths in lists of about ``MAX_RUNS`` runs, each with the number of its first path."""
+    first, batch, size = 0, [], 0
+    for path in paths:
+        batch.append(path)
+        size += len(path)
+        if size >= MAX_RUNS:
+            yield first, batch
+            first, batch, size = first + len(batch), [], 0
+    if batch:
+        yield first, batch
 
 
 def _own_spans(walk: Walk, starts: IntArray, stop: int) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
     """Segments of a walk, cut where pieces begin: the piece of each part, its rows as a span, whether it is owned."""
-    bounds = np.union1d(walk.position[:-1], starts)
+    bounds = sorted_unique(np.concatenate([walk.position[:-1], starts]))
     segment = np.searchsorted(walk.position, bounds, side="right") - 1
     begin = walk.row[segment] + bounds - walk.position[segment]
     spans = np.stack([begin, begin + np.diff(np.append(bounds, stop))], axis=1)
@@ -84,14 +99,18 @@ def _merged(part: IntArray, spans: IntArray, count: int) -> list[IntArray]:
     return np.split(merged, np.searchsorted(part[first], np.arange(1, count)))
 
 
-def _trunks(runs: IntArray, reader: IntArray, starts: IntArray, repeats: NDArray[np.bool_]) -> list[IntArray]:
-    """For each piece, ascending, those that hold its path, up to the innermost that computes its own prefix again.
+def _trunks(
+    runs: IntArray, reader: IntArray, starts: IntArray, repeats: NDArray[np.bool_], first_reader: int, count: int
+) -> list[IntArray]:
+    """For ``count`` pieces from one on, those that hold their paths, up to the innermost that repeats its own prefix.
 
     Args:
         runs: ``[k, 2]`` runs of positions that are read, ascending for each reader.
         reader: ``[k]`` the piece that reads each, ascending.
         starts: ``[P]`` where pieces begin.
         repeats: ``[P]`` which pieces compute their prefix again.
+        first_reader: the first of the pieces.
+        count: how many.
     """
     first = np.searchsorted(starts, runs[:, 0], side="right") - 1
     last = np.searchsorted(starts, runs[:, 1] - 1, side="right") - 1
@@ -105,4 +124,4 @@ def _trunks(runs: IntArray, reader: IntArray, starts: IntArray, repeats: NDArray
         np.maximum.at(innermost, of[repeats[holder]], holder[repeats[holder]])
         kept = holder >= innermost[of]
         of, holder = of[kept], holder[kept]
-    return np.split(holder, np.searchsorted(of, np.arange(1, len(starts))))
+    return np.split(holder, np.searchsorted(of, np.arange(first_reader + 1, first_reader + count)))

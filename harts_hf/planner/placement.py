@@ -14,6 +14,7 @@ import numpy as np
 
 from harts_hf.planner.chunks import whole_chunk_rows
 from harts_hf.planner.cost import UnitSeconds, causal_pairs
+from harts_hf.planner.spans import sorted_unique
 from harts_hf.planner.walk import FloatArray, Walk
 from harts_hf.tree import IntArray
 
@@ -382,7 +383,7 @@ def walks_of_owners(walk: Walk, order: Walk, owner: IntArray, world_size: int) -
     taken = np.zeros(order.num_segments, bool)
     walks = []
     for runs in parts:
-        segments = np.unique(np.concatenate(runs)) if runs else np.zeros(0, np.int64)
+        segments = sorted_unique(np.concatenate(runs)) if runs else np.zeros(0, np.int64)
         walks.append(order.take(segments, ~taken))
         taken[segments] = True
     return walks

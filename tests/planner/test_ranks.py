@@ -5,24 +5,13 @@ import pytest
 from exhaustive_plans import fastest_by_search, random_forest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_data import shape_trees
+from shared_data import below_one_root, shape_trees
 from strategies import shapes
 
 from harts_hf.forest import concatenate_trees
 from harts_hf.planner import CostModel, PlannerConfig, count_world, plan_window
 from harts_hf.planner.execution import DUMMY
 from harts_hf.tree import RolloutTree
-
-
-def below_one_root(trees, rows):
-    """The trees as subtrees of one root of ``rows`` rows: what a common system prompt makes of them."""
-    parent, length, ends = [-1], [rows], []
-    for tree in trees:
-        shape, first = tree.to_shape(), len(parent)
-        parent += [0 if above < 0 else above + first for above in shape["parent"]]
-        length += shape["length"]
-        ends += [end + first for end in shape["sample_node"]]
-    return RolloutTree.from_shape(parent, length, ends)
 
 
 def longest_path_alone(tree, config):
