@@ -20,7 +20,7 @@ from benchmarks.machine import describe_machine, output_path
 from benchmarks.tree_build import miniswe_like
 from harts_hf.forest import concatenate_trees
 from harts_hf.planner import CHUNK_SIZE, CostModel, PlannerConfig, Schedule, count_world, plan_window
-from harts_hf.planner.placement import LeafTable
+from harts_hf.planner.leaf_table import LeafTable
 from harts_hf.planner.walk import Walk
 from harts_hf.tree import RolloutTree
 
@@ -264,7 +264,7 @@ def auto_sharing() -> list[dict]:
 
 
 def time_and_memory() -> list[dict]:
-    """CPU time of planning (bar: 0.5 s at a million) and memory above the tree (bar: 40 bytes a token), up to 10 million."""
+    """CPU time of planning (bar: 0.5 s at a million) and memory above the tree (bar: 40 bytes per token)."""
     rows = []
     for scale in (1, 2, 5, 10):
         trajectories = miniswe_like(num_prompts=100 * scale)

@@ -20,7 +20,7 @@ from harts_hf.planner import (
     no_sharing_bound,
     plan_window,
 )
-from harts_hf.planner.schedule import counted
+from harts_hf.planner.text import counted
 from harts_hf.rollouts.files import RolloutGroup
 from harts_hf.tree import RolloutTree
 

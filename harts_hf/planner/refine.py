@@ -6,8 +6,9 @@ from itertools import combinations
 import numpy as np
 
 from harts_hf.planner.config import PlannerConfig
+from harts_hf.planner.leaf_table import LeafTable
 from harts_hf.planner.orders import LimitError
-from harts_hf.planner.placement import LeafTable, place_roots, place_runs, walks_of_owners
+from harts_hf.planner.placement import place_roots, place_runs, walks_of_owners
 from harts_hf.planner.schedule import Schedule
 from harts_hf.planner.trials import MANY_PIECES, Cuts, Task, build_schedule, cuts_to_try
 from harts_hf.planner.walk import Walk

@@ -1,6 +1,5 @@
 """What a planner decides: microbatches and the order of their forwards and backwards (NumPy only)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -11,15 +10,13 @@ from harts_hf.planner.accounting import Accounts, ChunkEnds, Handed, Measure
 from harts_hf.planner.config import Execution, PlannerConfig
 from harts_hf.planner.cost import DEFAULT_COST, CostModel, UnitSeconds
 from harts_hf.planner.digest import schedule_digest
-from harts_hf.planner.execution import DUMMY, OP_KINDS, Op, align
+from harts_hf.planner.execution import OP_KINDS, Op, align
 from harts_hf.planner.lives import Life, amounts_alive, handoff_lives
 from harts_hf.planner.memory import MemoryCounts, count_memory, graph_tokens, handed_bytes
 from harts_hf.planner.microbatch import Microbatch
+from harts_hf.planner.text import counted, op_lines
 from harts_hf.planner.walk import FloatArray
 from harts_hf.tree import RolloutTree
-
-# Ranks whose ops are part of the text of a schedule.
-MAX_LISTED = 64
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -293,20 +290,4 @@ class Schedule:
             lines.append(f"  oversized  {len(self.oversized)} microbatches of one long trajectory each")
         if self.decision:
             lines.append(f"  decision   {self.decision}")
-        for rank in range(min(config.world_size, MAX_LISTED)):
-            lines.append(f"  rank {rank}: {_shorten(self.ops(rank))}")
-        if config.world_size > MAX_LISTED:
-            lines.append(f"  ... {config.world_size - MAX_LISTED} more ranks")
-        return "\n".join(lines)
-
-
-def counted(number: int, name: str, plural: str | None = None) -> str:
-    """A number with its name: ``1 rank``, ``2 ranks``, ``4,096 ranks``."""
-    return f"{number:,} {name if number == 1 else plural or name + 's'}"
-
-
-def _shorten(ops: Sequence[Op], limit: int = 24) -> str:
-    words = [f"{kind}{'-' if index == DUMMY else index}" for kind, index in ops]
-    if len(words) <= limit:
-        return " ".join(words)
-    return " ".join([*words[: limit // 2], f"... {len(words) - limit} more ...", *words[-limit // 2 :]])
+        return "\n".join([*lines, *op_lines(self._aligned)])

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from harts_hf.planner import Schedule, count_world
-from harts_hf.planner.schedule import counted
+from harts_hf.planner.text import counted
 from harts_hf.tree import RolloutTree
 
 FloatArray = NDArray[np.float64]

@@ -175,5 +175,5 @@ def test_text_of_very_many_ranks_is_short():
     tree = RolloutTree.from_shape([-1], [3], [0])
     text = str(plan_window(tree, PlannerConfig(world_size=4096)))
     assert text.startswith("Schedule: 1 microbatch on 4,096 ranks, replay") and len(text.splitlines()) < 80
-    assert text.endswith("... 4032 more ranks")
+    assert text.endswith("... 4,032 more ranks")
     assert str(plan_window(tree)).startswith("Schedule: 1 microbatch on 1 rank, replay")
