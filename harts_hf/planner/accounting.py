@@ -230,7 +230,7 @@ def _handed(
     spans = union([spans, *waiting])
     trunks = np.flatnonzero(np.bincount(np.concatenate([microbatch.trunk_ids for microbatch in microbatches])))
     rows_of = np.bincount(spans[:, 0] // stride, weights=spans[:, 1] - spans[:, 0], minlength=len(microbatches))
-    states_of = np.bincount(np.unique(np.concatenate(states)) // stride, minlength=len(microbatches))
+    states_of = np.bincount(sorted_unique(np.concatenate(states)) // stride, minlength=len(microbatches))
     return {trunk: _handed_of(int(rows_of[trunk]), int(states_of[trunk]), cost) for trunk in trunks.tolist()}
 
 

@@ -98,6 +98,13 @@ class LeafTable:
         return _runs_of_equal(self.unit)
 
     @cached_property
+    def unit_seconds(self) -> list[float]:
+        """What :meth:`run` says of each unit."""
+        start, stop = np.array(self.units).T
+        costs = self.before[:, stop] - self.before[:, start] + self.above[:, start]
+        return costs.max(axis=0).tolist()
+
+    @cached_property
     def _lists(self) -> list[tuple[list[float], list[float]]]:
         return [(before.tolist(), above.tolist()) for before, above in zip(self.before, self.above, strict=True)]
 

@@ -194,15 +194,16 @@ def _pack(leaves: LeafTable, world_size: int, seconds: float) -> Packing | None:
     """
     queue = []
     total = 0.0
-    for start, stop in leaves.units:
-        while (need := leaves.run(start, stop)) > seconds:
+    for (start, stop), need in zip(leaves.units, leaves.unit_seconds, strict=True):
+        while need > seconds:
             cut = leaves.last_start(start, stop, seconds)
             if cut == stop:
                 return None
-            need = leaves.run(cut, stop)
-            total += need
-            queue.append((-need, cut, stop))
+            part = leaves.run(cut, stop)
+            total += part
+            queue.append((-part, cut, stop))
             stop = cut
+            need = leaves.run(start, stop)
         total += need
         queue.append((-need, start, stop))
     if total > world_size * seconds * (1 + 1e-9):
@@ -229,14 +230,15 @@ def _fill(
         emptiest = bisect_left(rooms, (rooms[-1][0], -1))  # the lowest rank of those with most room
         if fitting < world_size:
             room, rank = rooms.pop(fitting if fullest else emptiest)
-            cut = stop
+            cut, taken = stop, -need
         else:
             room, rank = rooms.pop(emptiest)
             cut = leaves.first_stop(start, stop, room)
             if cut <= start:
                 return None
             insort(queue, (-leaves.run(cut, stop), cut, stop), head)
-        insort(rooms, (room - leaves.run(start, cut), rank))
+            taken = leaves.run(start, cut)
+        insort(rooms, (room - taken, rank))
         packing[rank].append((start, cut))
     return packing
 

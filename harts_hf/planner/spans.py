@@ -48,7 +48,7 @@ def expand_ranges(starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray
 
 
 def sorted_unique(values: IntArray) -> IntArray:
-    """The distinct values, ascending. By sorting: ``np.unique`` hashes, which takes long for evenly spaced numbers."""
+    """The distinct values, ascending. By sorting: ``np.unique`` hashes integers, which takes far longer."""
     values = np.sort(values)
     return values[np.append(np.ones(min(len(values), 1), bool), values[1:] != values[:-1])]
 
