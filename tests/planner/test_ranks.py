@@ -84,12 +84,13 @@ def test_two_ranks_share_groups_without_repeating_them(rows, execution):
     assert plan_window(tree, PlannerConfig(execution=execution)).estimated_seconds >= 1.75 * schedule.estimated_seconds
 
 
-def test_a_prefix_that_all_share_costs_no_balance():
-    """Below one root the same groups take at most 1 % longer than apart, and the root itself."""
-    groups = shape_trees("tau_airline_b")
-    config = PlannerConfig(world_size=8)
-    apart = plan_window(list(groups), config).estimated_seconds
-    assert plan_window(below_one_root(groups, 1), config).estimated_seconds <= 1.01 * apart
+@pytest.mark.parametrize("rows", [1, 400])
+def test_a_prefix_that_all_share_costs_no_balance(rows):
+    """Groups below one root are packed as groups, not cut wherever a rank is full: at least 0.975 of the bound (0.989
+    and 0.985 measured, 0.957 and 0.953 where they are cut)."""
+    tree = below_one_root(shape_trees("tau_airline_b"), rows)
+    bound = plan_window(tree, PlannerConfig()).estimated_seconds / 8
+    assert bound >= 0.975 * plan_window(tree, PlannerConfig(world_size=8)).estimated_seconds
 
 
 @settings(max_examples=40)
