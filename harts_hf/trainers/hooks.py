@@ -9,6 +9,7 @@ from torch import nn
 from harts_hf.modeling import patch
 from harts_hf.modeling.checks import check_trainable
 from harts_hf.trainers.policy import TreePolicy
+from harts_hf.trainers.precision import keep_answers_wide
 from harts_hf.trainers.refusals import AUX_LOSS_MESSAGE, check_settings, check_trl_version
 from harts_hf.trainers.resuming import load_weights
 
@@ -43,6 +44,12 @@ class TreeHooks:
         if self.ref_model is not None:
             patch(self.accelerator.unwrap_model(self.ref_model))
         self._tree = TreePolicy(self)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Trainer's; before any model is prepared, so that a reference model is treated as the policy is."""
+        parent: Any = super()
+        parent.create_accelerator_and_postprocess()
+        keep_answers_wide(self.accelerator)
 
     def _get_per_token_logps_and_entropies(
         self,
