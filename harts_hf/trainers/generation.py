@@ -45,12 +45,13 @@ def load_generation(trainer: Any, folder: Path) -> None:
 
     Called when Trainer has begun its loop, by all processes of as many as saved the checkpoint.
     """
-    path = file_of(folder, trainer.args.process_index)
-    state = torch.load(path, map_location=trainer.args.device, weights_only=True)
+    device = trainer.args.device
+    on = "cpu" if device.type == "cpu" else device  # torch restores nothing to "cpu:0", a process's CPU under gloo
+    state = torch.load(file_of(folder, trainer.args.process_index), map_location=on, weights_only=True)
     trainer._step = state["micro_steps"]
     trainer._buffered_inputs = state["rollouts"]
     trainer._metrics["train"] = defaultdict(list, state["metrics"])
-    trainer._tr_loss = torch.tensor(state["loss"], device=trainer.args.device)
+    trainer._tr_loss = torch.tensor(state["loss"], device=device)
     trainer._globalstep_last_logged = state["last_logged"]
     # The mean that Trainer logs at the end is over the steps since; this loss is of steps before.
     ranks = trainer._tree.ranks
