@@ -11,6 +11,7 @@ from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.precision import keep_answers_wide
 from harts_hf.trainers.refusals import AUX_LOSS_MESSAGE, check_settings, check_trl_version
 from harts_hf.trainers.resuming import TreeCheckpoints
+from harts_hf.trainers.zero3 import gather_whole_layers
 
 
 class TreeHooks(TreeCheckpoints):
@@ -36,6 +37,7 @@ class TreeHooks(TreeCheckpoints):
         parent.__init__(model, reward_funcs, args, *more, **kwargs)
         check_settings(self)
         patch(self.model)
+        gather_whole_layers(self.model, self.accelerator)
         if self.ref_model is not None:
             patch(self.accelerator.unwrap_model(self.ref_model))
         self._tree = TreePolicy(self)
