@@ -10,6 +10,7 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from safetensors import safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import CONFIG_NAME
+from trl.trainer.utils import RepeatSampler
 
 from harts_hf.errors import HartsWarning
 from harts_hf.trainers.checkpoints import Facts, begin, check_resumable, finish, newest_whole, read
@@ -32,6 +33,7 @@ class TreeCheckpoints:
     _step: int
     _tree: Any
 
+    _train_sampler: Any = None
     _without_rollouts: str | None = None  # why the latest checkpoint has none
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -52,6 +54,27 @@ class TreeCheckpoints:
             check_resumable(folder, now, keeps_data_order=not self.args.ignore_data_skip, universal=universal)
         parent: Any = super()
         return parent.train(resume_from_checkpoint, *args, **kwargs)
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, remembered until the training begins."""
+        parent: Any = super()
+        self._train_sampler = parent._get_train_sampler(*args, **kwargs)
+        return self._train_sampler
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Trainer's; brings TRL's sampler to the epoch that is resumed.
+
+        TRL (1.16) draws the order of the prompts of each epoch from one generator, whose state no checkpoint has: a
+        training that is resumed in its second epoch would have the order of the first again.
+        """
+        parent: Any = super()
+        epochs, steps = parent._init_training_state(*args, **kwargs)
+        sampler = self._train_sampler
+        if isinstance(sampler, RepeatSampler) and sampler.shuffle:
+            for _ in range(epochs):
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
+        self._train_sampler = None
+        return epochs, steps
 
     def _newest_whole(self) -> str:
         """Of process 0, for all; says which newer ones were passed over."""

@@ -4,7 +4,7 @@
 
 A job is an object of: ``name`` (of what is left beside the jobs' file), ``backend`` (see train_two.py), ``folder``
 (output_dir), ``family``, ``lora``, ``resume`` (what ``train`` gets), ``options`` (of the configuration), ``die``
-([process, "rollouts" or "save", step]: it kills itself there) and ``bf16_log_probs`` (keeps the hook's log-probs).
+([process, "rollouts" or "save", step]: it kills itself there) and ``keep_log_probs`` (keeps the hook's log-probs).
 """
 
 import json
@@ -71,7 +71,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """What a process has after a job."""
     trainer = build(job)
     kept = []
-    if job.get("bf16_log_probs"):
+    if job.get("keep_log_probs"):
         hook = trainer._get_per_token_logps_and_entropies
 
         def keeping(*args, **kwargs):

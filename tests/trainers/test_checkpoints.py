@@ -147,6 +147,7 @@ RUNS = {
     "iterations": {"max_steps": 4, "save_steps": 2, "num_iterations": 2, "epsilon": 0.05},
     "long-generations": {"max_steps": 4, "save_steps": 2, "steps_per_generation": 4},
     "within-a-generation": {"max_steps": 5, "save_steps": 1, "steps_per_generation": 4, "num_iterations": 2},
+    "in-the-second-epoch": {"max_steps": 5, "save_steps": 4, "gradient_accumulation_steps": 4},
     "between-logs": {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "steps_per_generation": 6},
     "adam": {"max_steps": 3, "save_steps": 1, "optim": "adamw_torch", "lr_scheduler_type": "linear"},
     "adaptive-entropy": {
