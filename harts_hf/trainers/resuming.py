@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.trainer
 from accelerate.utils import DistributedType, broadcast_object_list
 from safetensors import safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -138,6 +139,20 @@ class TreeCheckpoints:
                 stacklevel=2,
             )
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """TRL's. FSDP2 (torch 2.13) fails to load a whole state dict of an optimizer without state, such as SGD
+        without momentum: there is nothing to load but the learning rates, which the scheduler has."""
+        parent: Any = super()
+        trainer: Any = self
+        if checkpoint is None or not trainer.is_fsdp_enabled or not _is_stateless(trainer.optimizer):
+            parent._load_optimizer_and_scheduler(checkpoint)
+            return
+        with replaced(transformers.trainer, "load_fsdp_optimizer", lambda *args, **kwargs: None):
+            parent._load_optimizer_and_scheduler(checkpoint)
+        rates = trainer.lr_scheduler.get_last_lr()
+        for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Trainer's, which loads what belongs to one process, once, before the first step."""
         parent: Any = super()
@@ -167,6 +182,11 @@ class TreeCheckpoints:
     def _loads_itself(self, target: Any, folder: str) -> bool:
         sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         return not sharded and not hasattr(target, "peft_config") and load_weights(target, folder)
+
+
+def _is_stateless(optimizer: Any) -> bool:
+    inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+    return isinstance(inner, torch.optim.SGD) and not any(group["momentum"] for group in inner.param_groups)
 
 
 def load_weights(model: Any, folder: str) -> bool:

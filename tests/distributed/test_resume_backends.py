@@ -25,7 +25,9 @@ LONG = {
     "steps_per_generation": 4,
     "num_iterations": 2,
 }
-BOUNDARY = {"max_steps": 3, "save_steps": 1}
+# AdamW with so large an epsilon makes rounding no larger.
+BOUNDARY = {"max_steps": 3, "save_steps": 1, "optim": "adamw_torch", "adam_epsilon": 1.0, "learning_rate": 0.5}
+SGD = {"max_steps": 3, "save_steps": 1, "lr_scheduler_type": "linear"}
 WRAPPERS = {
     "ddp": ("MULTI_CPU", "DistributedDataParallel"),
     "fsdp2": ("FSDP", "FSDPBailingHybridForCausalLM"),
@@ -33,7 +35,7 @@ WRAPPERS = {
     "zero": ("DEEPSPEED", "DeepSpeedEngine"),
 }
 # ZeRO-3 last: one process runs all.
-CASES = ["ddp", "ddp-lora", "fsdp2", "fsdp2-lora", "zero1", "zero2", "zero3", "zero3-lora"]
+CASES = ["ddp", "fsdp2", "fsdp2-lora", "zero1", "zero2", "zero3", "zero3-lora"]
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
@@ -72,7 +74,10 @@ def left(folder):
         jobs += [job(folder, case, case), job(folder, case, f"{case}-resumed", resume=checkpoint)]
         if case == "fsdp2":
             jobs += [job(folder, "ddp", "ddp-boundary", options=BOUNDARY)]
-            jobs += [job(folder, "fsdp2", "fsdp2-boundary", options=BOUNDARY)]
+            jobs += [job(folder, "fsdp2", "fsdp2-boundary", options=BOUNDARY, sharded=True)]
+            checkpoint = str(folder / "fsdp2-sgd" / "checkpoint-1")
+            jobs += [job(folder, "fsdp2", "fsdp2-sgd", options=SGD)]
+            jobs += [job(folder, "fsdp2", "fsdp2-sgd-resumed", options=SGD, resume=checkpoint)]
             bf16 = {"max_steps": 1, "save_strategy": "no", "bf16": True}
             jobs += [job(folder, "fsdp2", "fsdp2-bf16", options=bf16, keep_log_probs=True)]
     return run(folder, jobs)
@@ -99,6 +104,12 @@ def test_resumed_run_equals_the_uninterrupted_one(case, left):
         for one in (whole, resumed):
             assert (one["world_size"], one["distributed_type"], one["wrapper"]) == (2, *wrapper)
         assert_equal(resumed, whole, steps=3)
+
+
+def test_optimizer_without_state(left):
+    """Of which torch fails to load a whole state dict into FSDP2; the learning rate falls on."""
+    for whole, resumed in zip(left["fsdp2-sgd"], left["fsdp2-sgd-resumed"], strict=True):
+        assert_equal(resumed, whole, steps=2)
 
 
 def test_killed_runs_go_on(folder, left):
@@ -130,7 +141,14 @@ def test_another_number_of_processes(folder, left):
     """Checkpoints of two processes at the end of a generation batch go on in one that does the work of both."""
     both = {**BOUNDARY, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
     jobs = [
-        job(folder, case, f"{case}-one", options=both, resume=str(folder / f"{case}-boundary" / "checkpoint-1"))
+        job(
+            folder,
+            case,
+            f"{case}-one",
+            options=both,
+            resume=str(folder / f"{case}-boundary" / "checkpoint-1"),
+            sharded=True,
+        )
         for case in ("ddp", "fsdp2")
     ]
     jobs.append(job(folder, "ddp", "fewer-prompts", options=BOUNDARY, resume=jobs[0]["resume"]))

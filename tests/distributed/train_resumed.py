@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 train_resumed.py JOBS.json
 
 A job is an object of: ``name`` (of what is left beside the jobs' file), ``backend`` (see train_two.py), ``folder``
-(output_dir), ``family``, ``lora``, ``resume`` (what ``train`` gets), ``options`` (of the configuration), ``die``
+(output_dir), ``family``, ``lora``, ``sharded`` (checkpoints of FSDP2 hold shards), ``resume`` (what ``train`` gets), ``options`` (of the configuration), ``die``
 ([process, "rollouts" or "save", step]: it kills itself there) and ``keep_log_probs`` (keeps the hook's log-probs).
 """
 
@@ -36,6 +36,8 @@ def build(job: dict[str, Any]) -> Any:
     options = backend_options(backend)
     if backend.startswith("fsdp2"):
         options["fsdp_config"]["transformer_layer_cls_to_wrap"] = [type(model.model.layers[0]).__name__]
+        if job.get("sharded"):
+            options["fsdp_config"]["state_dict_type"] = "SHARDED_STATE_DICT"
     options |= {"save_strategy": "steps", "tree_sharing": "always", **job.get("options", {})}
     args = TreeGRPOConfig(**recorded.arguments(Path(job["folder"]), **options))
     if backend.startswith("fsdp2"):
