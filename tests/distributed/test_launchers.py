@@ -17,6 +17,7 @@ ACCELERATE_CPU = ("-m", "accelerate.commands.launch", "--cpu", "--num_machines",
 
 
 @pytest.mark.distributed
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("launcher", "said"),
     [
