@@ -107,6 +107,7 @@ def assert_resumed(left, case):
         wrapper = WRAPPERS.get(case) or WRAPPERS["zero" if case.startswith("zero") else "ddp"]
         for one in (whole, resumed):
             assert (one["world_size"], one["distributed_type"], one["wrapper"]) == (2, *wrapper)
+            assert one["layers_gathered_at_once"] == (3 if case == "zero3" else 0)  # a frozen base has none
         assert_equal(resumed, whole, steps=3)
 
 

@@ -96,6 +96,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "world_size": trainer.accelerator.num_processes,
         "distributed_type": trainer.accelerator.distributed_type.value,
         "wrapper": type(trainer.model_wrapped).__name__,
+        "layers_gathered_at_once": sum(getattr(module, "_z3_leaf", False) for module in trainer.model.modules()),
         "logs": trainer.state.log_history,
         "parameters": {name: value.detach().cpu().clone() for name, value in (whole or {}).items()},
         "kept": [tuple(value.detach().cpu() for value in answer[:2]) for answer in kept],
