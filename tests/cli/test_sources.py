@@ -129,7 +129,6 @@ def test_a_step_from_each_source(options, train, tmp_path):
 
 def test_an_environment_of_trl_forks(train, tmp_path):
     """With an option of forks, and options of the collector."""
-    pytest.importorskip("harts_hf.rollouts.environments.tools")
     options = ("--environment_factory", "my_code:Counter", "--branching", "2", "2", "--max_turns", "2")
     status, said, error = train(*options, "--max_turn_tokens", "4", "--collector_kwargs.failed_reward", "0.0")
     assert status == 0, error
@@ -139,8 +138,6 @@ def test_an_environment_of_trl_forks(train, tmp_path):
 
 def test_recorded_rollouts(train, tmp_path):
     """A file's groups are the prompts, its rewards the rewards; its options reach the reader."""
-    recorded = pytest.importorskip("harts_hf.rollouts.recorded_rollouts")
-    assert recorded
     rows = [
         {"group": group, "token_ids": [5, 6, 7, 8 + i], "loss_mask": [0, 0, 1, 1], "reward": float(i),
          "old_logprobs": [0.0, 0.0, -1.0, -2.0]}
