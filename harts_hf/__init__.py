@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from harts_hf.trainers import TreeGRPOTrainer as TreeGRPOTrainer
     from harts_hf.trainers import TreeRLOOConfig as TreeRLOOConfig
     from harts_hf.trainers import TreeRLOOTrainer as TreeRLOOTrainer
+    from harts_hf.trainers import TreeSFTConfig as TreeSFTConfig
+    from harts_hf.trainers import TreeSFTTrainer as TreeSFTTrainer
     from harts_hf.tree import RolloutTree as RolloutTree
 
 # Names are resolved on first use, so that planning and `harts --help` need no torch.
@@ -39,6 +41,8 @@ _HOMES = {
     "TreeGMPOTrainer": "trainers",
     "TreeRLOOConfig": "trainers",
     "TreeRLOOTrainer": "trainers",
+    "TreeSFTConfig": "trainers",
+    "TreeSFTTrainer": "trainers",
 }
 
 __all__ = sorted(_HOMES)

@@ -2,7 +2,16 @@
 
 from harts_hf.modeling.families import FAMILIES
 from harts_hf.modeling.forwards import TreeAnswer
-from harts_hf.modeling.outputs import ENTROPY, LABEL_VALUES, LOG_PROB, RowValue, Sum
+from harts_hf.modeling.outputs import (
+    ENTROPY,
+    HEAD_VALUES,
+    IS_TOP1,
+    LABEL_VALUES,
+    LOG_PROB,
+    WITHOUT_GRADIENT,
+    RowValue,
+    Sum,
+)
 from harts_hf.modeling.patching import add_output, is_patched, patch, unpatch, vocab_size_of
 from harts_hf.modeling.sizes import handed_sizes, with_handed_bytes
 from harts_hf.modeling.tree_pass import TreePass, Wanted
@@ -10,8 +19,11 @@ from harts_hf.modeling.tree_pass import TreePass, Wanted
 __all__ = [
     "ENTROPY",
     "FAMILIES",
+    "HEAD_VALUES",
+    "IS_TOP1",
     "LABEL_VALUES",
     "LOG_PROB",
+    "WITHOUT_GRADIENT",
     "RowValue",
     "Sum",
     "TreeAnswer",

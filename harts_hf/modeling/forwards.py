@@ -10,7 +10,7 @@ from harts_hf.kernels.logprobs import token_logprobs
 from harts_hf.modeling.adapters import check_adapters
 from harts_hf.modeling.checks import check_checkpointing, check_dropout
 from harts_hf.modeling.fused import fusing
-from harts_hf.modeling.outputs import ENTROPY, LABEL_VALUES, LOG_PROB, RowValue, Sum
+from harts_hf.modeling.outputs import ENTROPY, HEAD_VALUES, IS_TOP1, RowValue, Sum
 from harts_hf.modeling.tree_pass import TreePass
 
 # A dict reaches every layer as it is, so Transformers builds no mask (it would be N x N and wrong).
@@ -39,9 +39,9 @@ def tree_forward(self: Any, *args: Any, harts: TreePass | None = None, **kwargs:
     if not isinstance(harts, TreePass):
         raise ValueError(f"expected harts to be a TreePass, got {type(harts).__name__}")
     batch, wanted, outputs = harts.batch, harts.wanted, self._harts_outputs
-    unknown = [name for name in wanted.names if name not in outputs and name not in LABEL_VALUES]
+    unknown = [name for name in wanted.names if name not in outputs and name not in HEAD_VALUES]
     if unknown:
-        raise ValueError(f"expected outputs among {', '.join([*LABEL_VALUES, *outputs])}, got {', '.join(unknown)}")
+        raise ValueError(f"expected outputs among {', '.join([*HEAD_VALUES, *outputs])}, got {', '.join(unknown)}")
     sums = {name: output for name, output in outputs.items() if isinstance(output, Sum) and name in wanted.names}
     base_arguments = {name: value for output in sums.values() for name, value in output.base_arguments.items()}
     with fusing(harts.fused_modules):
@@ -95,7 +95,7 @@ def check_head(model: Any) -> None:
 
 
 def head_forward(self: Any, hidden: torch.Tensor, *args: Any, harts: TreePass | None = None) -> Any:
-    """Bound to a patched model's head as its ``forward``: log-probs (and entropies) of the labels that are wanted.
+    """Bound to a patched model's head as its ``forward``: log-probs (entropies, ...) of the labels that are wanted.
 
     Args:
         self: the head, a linear layer ``[V, D]``.
@@ -104,7 +104,7 @@ def head_forward(self: Any, hidden: torch.Tensor, *args: Any, harts: TreePass | 
         harts: the running forward; without it the stock forward runs as it is.
 
     Returns:
-        ``{"log_prob": [P]}``, and ``"entropy"`` if that is wanted.
+        ``{"log_prob": [P]}``, and ``"entropy"`` and ``"is_top1"`` if they are wanted.
     """
     if harts is None:
         return self._harts_stock_forward(hidden, *args)
@@ -112,7 +112,7 @@ def head_forward(self: Any, hidden: torch.Tensor, *args: Any, harts: TreePass | 
     weight, bias = self.weight, self.bias
     if wanted.head_in_fp32:
         hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
-    log_prob, entropy = token_logprobs(
+    values = token_logprobs(
         hidden,
         weight,
         bias,
@@ -120,5 +120,6 @@ def head_forward(self: Any, hidden: torch.Tensor, *args: Any, harts: TreePass | 
         wanted.labels.token_ids,
         temperature=wanted.temperature,
         return_entropy=ENTROPY in wanted.names,
+        return_top1=IS_TOP1 in wanted.names,
     )
-    return {LOG_PROB: log_prob} if entropy is None else {LOG_PROB: log_prob, ENTROPY: entropy}
+    return {name: value for name, value in zip(HEAD_VALUES, values, strict=True) if value is not None}

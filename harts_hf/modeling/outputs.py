@@ -5,11 +5,12 @@ name           of                                    value
 =============  ====================================  ==================================================================
 ``log_prob``   labels (rows with a parent)           log-probability of row ``u``'s token, computed at ``parent[u]``
 ``entropy``    labels                                entropy of the distribution that the token was drawn from
+``is_top1``    labels                                1 where the token is the likeliest one, else 0; has no gradient
 row values     rows, leaves too                      what a module says of the hidden state after row ``u`` (a critic)
 sums           a microbatch                          a tensor of fixed shape that adds up over microbatches and ranks
 =============  ====================================  ==================================================================
 
-The first two come with :func:`harts_hf.patch`; :func:`harts_hf.modeling.add_output` adds others. A loss is any
+The first three come with :func:`harts_hf.patch`; :func:`harts_hf.modeling.add_output` adds others. A loss is any
 function of them, its derivatives have the same names and shapes, and the backward of a microbatch is one inner product
 (docs/architecture.md).
 """
@@ -24,7 +25,12 @@ from harts_hf.modeling.tree_pass import TreePass
 
 LOG_PROB = "log_prob"
 ENTROPY = "entropy"
+IS_TOP1 = "is_top1"
 # Values of labels, all from the head; of rows themselves are those that :class:`RowValue` names.
+HEAD_VALUES = (LOG_PROB, ENTROPY, IS_TOP1)
+# Values that losses are computed with, but not differentiated by.
+WITHOUT_GRADIENT = (IS_TOP1,)
+# Those that losses of reinforcement learning read.
 LABEL_VALUES = (LOG_PROB, ENTROPY)
 
 

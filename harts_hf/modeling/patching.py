@@ -14,7 +14,7 @@ from harts_hf.modeling.families import Family, family_of
 from harts_hf.modeling.forwards import check_head, has_tree_head, head_forward, tree_forward
 from harts_hf.modeling.fused import FusedModule, find_fused
 from harts_hf.modeling.mixers import TreeMixer, tree_attention_class, tree_linear_class
-from harts_hf.modeling.outputs import LABEL_VALUES, RowValue, Sum
+from harts_hf.modeling.outputs import HEAD_VALUES, RowValue, Sum
 
 
 def patch(model: nn.Module) -> nn.Module:
@@ -86,7 +86,7 @@ def add_output(model: nn.Module, output: RowValue | Sum) -> None:
     base = causal_lm_of(model)
     if not is_patched(base):
         raise ValueError("expected a patched model, got an unpatched one: call harts_hf.patch on it")
-    if output.name in LABEL_VALUES or output.name in base._harts_outputs:
+    if output.name in HEAD_VALUES or output.name in base._harts_outputs:
         raise ValueError(f"expected a new name of an output, got {output.name!r}, which the model has")
     if isinstance(output, RowValue):
         try:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from harts_hf.batch import LabelTable, RowTable, TreeBatch
-from harts_hf.modeling import ENTROPY, LABEL_VALUES, LOG_PROB, TreeAnswer, TreePass, Wanted
+from harts_hf.modeling import ENTROPY, HEAD_VALUES, LOG_PROB, TreeAnswer, TreePass, Wanted
 from harts_hf.modeling.handoff import Handoff
 from harts_hf.planner.execution import DUMMY
 from harts_hf.runtime.guard import ModelGuard
@@ -57,7 +57,7 @@ class _Answered:
 
     def tree_rows(self, name: str) -> torch.Tensor:
         """The rows of the tree that the values of a name belong to."""
-        return (self.wanted.labels if name in LABEL_VALUES else self.wanted.rows).tree_rows
+        return (self.wanted.labels if name in HEAD_VALUES else self.wanted.rows).tree_rows
 
 
 class WindowRun:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from harts_hf.modeling import LABEL_VALUES, LOG_PROB
+from harts_hf.modeling import LABEL_VALUES, LOG_PROB, WITHOUT_GRADIENT
 from harts_hf.runtime.exchange import add_up_values, any_of_ranks
 from harts_hf.runtime.leaves import check_reach, collect, placeholders, spread
 from harts_hf.runtime.ops import Mode
@@ -350,11 +350,9 @@ class _Job:
 
     def loss_and_coefficients(self, values: TreeValues) -> tuple[torch.Tensor, TreeValues]:
         """The sum of the losses, detached, and its derivatives by each value of the tree and each sum."""
-        leaves = self.leaves(values)
-        for one in leaves:
-            for leaf in one.values():
-                leaf.requires_grad_()
-        losses = self.losses(leaves)
+        given = self.leaves(values)
+        leaves = [{k: leaf.requires_grad_() for k, leaf in one.items() if k not in WITHOUT_GRADIENT} for one in given]
+        losses = self.losses(given)
         for loss, one in zip(losses, leaves, strict=True):
             check_reach(loss, list(one.values()))
         gradients = [
@@ -367,6 +365,7 @@ class _Job:
                     [one[name] for one in gradients], [index[name] for index in self.indices], len(value)
                 ).to(self.like.device)
                 for name, value in values.rows.items()
+                if name not in WITHOUT_GRADIENT
             },
             sums={
                 name: sum(

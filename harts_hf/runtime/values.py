@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from harts_hf.modeling import LABEL_VALUES
+from harts_hf.modeling import HEAD_VALUES
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -16,9 +16,9 @@ class TreeValues:
     that of one inner product of values and derivatives, by the chain rule.
 
     Attributes:
-        rows: ``[N]`` each, float32 or wider. ``log_prob`` and ``entropy`` are those of a row's token as the row before
-            it predicts it, and 0 at roots, which nothing predicts; other values are of the row itself. 0 where
-            nothing was asked for.
+        rows: ``[N]`` each, float32 or wider. Values of the head (``log_prob``, ``entropy``, ``is_top1``) are those of
+            a row's token as the row before it predicts it, and 0 at roots, which nothing predicts; other values are of
+            the row itself. 0 where nothing was asked for.
         sums: tensors of fixed shape; see :class:`harts_hf.modeling.Sum`.
     """
 
@@ -50,6 +50,6 @@ def asked(masks: Mapping[str, torch.Tensor], tree_rows: torch.Tensor, *, of_labe
     """
     found = torch.zeros_like(tree_rows, dtype=torch.bool)
     for name, mask in masks.items():
-        if (name in LABEL_VALUES) == of_labels:
+        if (name in HEAD_VALUES) == of_labels:
             found |= mask[tree_rows]
     return found

@@ -5,6 +5,7 @@ from harts_hf.trainers.config import TreeGMPOConfig, TreeGRPOConfig, TreeRLOOCon
 from harts_hf.trainers.gmpo import TreeGMPOTrainer
 from harts_hf.trainers.grpo import TreeGRPOTrainer
 from harts_hf.trainers.rloo import TreeRLOOTrainer
+from harts_hf.trainers.sft import TreeSFTConfig, TreeSFTTrainer
 
 __all__ = [
     "TreeDataCollator",
@@ -14,4 +15,6 @@ __all__ = [
     "TreeGRPOTrainer",
     "TreeRLOOConfig",
     "TreeRLOOTrainer",
+    "TreeSFTConfig",
+    "TreeSFTTrainer",
 ]

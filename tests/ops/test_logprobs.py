@@ -38,7 +38,7 @@ def test_equals_all_logits_at_once(rows, chunk_rows, temperature, logit_scale, s
     results = []
     for backend in ("torch", "reference"):
         leaves = [x.requires_grad_() for x in tensors(9)]
-        logp, entropy = token_logprobs(
+        logp, entropy, _ = token_logprobs(
             leaves[0],
             leaves[1],
             leaves[2] if has_bias else None,
@@ -61,14 +61,27 @@ def test_equals_all_logits_at_once(rows, chunk_rows, temperature, logit_scale, s
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_likeliest_labels(backend):
+    """The first of equal logits is the likeliest; a row says so of each of its labels, in chunks of one row."""
+    logits = torch.tensor([[1.0, 3, 3, 0], [-1, -2, -3, -0.5], [5, 5, 5, 5]])
+    rows, labels = torch.tensor([0, 0, 0, 1, 1, 2, 2]), torch.tensor([1, 2, 0, 3, 0, 0, 3])
+    found = token_logprobs(
+        logits, torch.eye(4), None, rows, labels, return_top1=True, max_chunk_elements=4, backend=backend
+    )
+    assert found.is_top1.tolist() == [1, 0, 0, 1, 0, 1, 0] and found.entropy is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_agrees_with_trl(dtype):
     """Where every row has one label, TRL's chunked function gives the same values and gradients to its rounding."""
     rows = torch.arange(9)
     labels = (rows * 5) % VOCABULARY
     ours, theirs = ([x.requires_grad_() for x in tensors(9, dtype)] for _ in range(2))
-    mine = token_logprobs(*ours, rows, labels, temperature=0.7, softcap=3.0, return_entropy=True)
-    stock = ChunkedLogProbFunction.apply(*theirs, labels, 0.7, 8, 3.0, 1.0, ("entropy",))[:2]
+    mine = token_logprobs(*ours, rows, labels, temperature=0.7, softcap=3.0, return_entropy=True, return_top1=True)
+    *stock, _, _, is_top1 = ChunkedLogProbFunction.apply(*theirs, labels, 0.7, 8, 3.0, 1.0, ("entropy", "is_top1"))
+    assert torch.equal(mine.is_top1, is_top1.float()) and not mine.is_top1.requires_grad
+    mine = mine[:2]
     for value, expected in zip(mine, stock, strict=True):
         assert value.dtype == torch.float32
         # Both in fp32 from equal logits; they add the same 23 terms in other orders. Measured 4.8e-7.
@@ -87,7 +100,7 @@ def test_no_labels_stay_connected():
     """Without labels the backward gives hidden and weight gradients of zeros, not None."""
     leaves = [x.requires_grad_() for x in tensors(3)]
     none = torch.zeros(0, dtype=torch.int64)
-    logp, entropy = token_logprobs(*leaves, none, none, return_entropy=True)
+    logp, entropy, _ = token_logprobs(*leaves, none, none, return_entropy=True)
     (logp.sum() + entropy.sum()).backward()
     for leaf in leaves:
         assert torch.equal(leaf.grad, torch.zeros_like(leaf))
@@ -107,7 +120,7 @@ def test_chunks_bound_the_logits(monkeypatch):
     monkeypatch.setattr(torch_backend._Head, "product", counted)
     leaves = [x.requires_grad_() for x in tensors(9)]
     rows = torch.arange(9).repeat_interleave(3)
-    logp, _ = token_logprobs(*leaves, rows, rows % VOCABULARY, max_chunk_elements=2 * VOCABULARY + 1)
+    logp, *_ = token_logprobs(*leaves, rows, rows % VOCABULARY, max_chunk_elements=2 * VOCABULARY + 1)
     logp.sum().backward()
     assert max(sizes) <= 2 * VOCABULARY + 1
     assert sum(sizes) == 2 * 9 * VOCABULARY
@@ -118,7 +131,7 @@ def test_entropy_without_gradient_costs_no_gradient():
     grads = []
     for return_entropy in (False, True):
         leaves = [x.requires_grad_() for x in tensors(5)]
-        logp, _ = token_logprobs(*leaves, torch.arange(5), torch.arange(5), return_entropy=return_entropy)
+        logp, *_ = token_logprobs(*leaves, torch.arange(5), torch.arange(5), return_entropy=return_entropy)
         logp.sum().backward()
         grads.append([leaf.grad for leaf in leaves])
     assert all(itertools.starmap(torch.equal, zip(*grads, strict=True)))
@@ -128,7 +141,7 @@ def test_frozen_head_needs_no_gradient():
     """Only what asks for a gradient gets one."""
     hidden, weight, bias = tensors(4)
     hidden.requires_grad_()
-    logp, _ = token_logprobs(hidden, weight, bias, torch.arange(4), torch.arange(4))
+    logp, *_ = token_logprobs(hidden, weight, bias, torch.arange(4), torch.arange(4))
     logp.sum().backward()
     expected = torch.autograd.grad(
         -F.cross_entropy(hidden @ weight.T + bias, torch.arange(4), reduction="sum"), hidden
@@ -141,7 +154,7 @@ def test_autocast_sets_the_dtype_of_the_product():
     leaves = [x.requires_grad_() for x in tensors(4, torch.float32)]
     rows = torch.arange(4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        mine, _ = token_logprobs(leaves[0], leaves[1], None, rows, rows)
+        mine, *_ = token_logprobs(leaves[0], leaves[1], None, rows, rows)
         stock = torch.log_softmax(F.linear(leaves[0], leaves[1]).float(), -1)[rows, rows]
     torch.testing.assert_close(mine, stock, rtol=0, atol=1e-6)
     grads = [torch.autograd.grad(out.sum(), leaves[:2]) for out in (mine, stock)]
@@ -178,7 +191,7 @@ def test_a_gpu_agrees_with_the_cpu(dtype):
     for device in ("cpu", "cuda"):
         leaves = [x.to(device).requires_grad_() for x in tensors(9, dtype)]
         labels = (rows * 7 + torch.arange(18)) % VOCABULARY
-        logp, entropy = token_logprobs(
+        logp, entropy, _ = token_logprobs(
             *leaves, rows.to(device), labels.to(device), return_entropy=True, max_chunk_elements=4 * VOCABULARY
         )
         (logp.sum() + entropy.square().sum()).backward()

@@ -38,7 +38,7 @@ def test_equals_reference(entropy, bias, dtype):
     found = []
     for backend, used in (("triton", dtype), ("torch", dtype), ("reference", torch.float64)):
         ours = [one.detach().to(used).requires_grad_() for one in given]
-        logp, entropies = token_logprobs(
+        logp, entropies, _ = token_logprobs(
             ours[0], ours[1], ours[2] if bias else None, rows, labels, temperature=0.8, logit_scale=1.3,
             return_entropy=entropy != "none", max_chunk_elements=2 * WORDS, backend=backend,
         )  # fmt: skip
@@ -58,15 +58,26 @@ def test_extreme_logits():
     hidden, weight = torch.ones(1, 1, device=DEVICE), torch.zeros(WORDS, 1, device=DEVICE)
     weight[3], weight[4] = 3e4, -3e4
     rows, labels = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.tensor([3, 4], device=DEVICE)
-    logp, entropy = token_logprobs(hidden, weight, None, rows, labels, return_entropy=True, backend="triton")
+    logp, entropy, _ = token_logprobs(hidden, weight, None, rows, labels, return_entropy=True, backend="triton")
     assert logp.tolist() == [0, -6e4] and entropy.tolist() == [0, 0]
+
+
+def test_likeliest_labels():
+    """Which labels are the likeliest, row by row."""
+    logits = torch.tensor([[1.0, 3, 3, 0], [-1, -2, -3, -0.5]], device=DEVICE)
+    rows, labels = torch.tensor([0, 0, 1, 1], device=DEVICE), torch.tensor([1, 0, 3, 0], device=DEVICE)
+    found = token_logprobs(
+        logits, torch.eye(4, device=DEVICE), None, rows, labels, return_top1=True, max_chunk_elements=4,
+        backend="triton",
+    )  # fmt: skip
+    assert found.is_top1.tolist() == [1, 0, 1, 0]
 
 
 def test_no_labels():
     """Nothing to score stays connected, with zero gradients."""
     hidden, weight = inputs(torch.float32, False)
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    logp, _ = token_logprobs(hidden, weight, None, none, none, backend="triton")
+    logp, *_ = token_logprobs(hidden, weight, None, none, none, backend="triton")
     logp.sum().backward()
     assert logp.shape == (0,) and not hidden.grad.any() and not weight.grad.any()
 

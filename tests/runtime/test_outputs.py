@@ -154,12 +154,12 @@ def test_names_that_are_taken_or_missing():
     with pytest.raises(ValueError, match="a module 'actor' in Qwen3_5ForCausalLM for the value 'other', got none"):
         add_output(model, RowValue(name="other", module="actor"))
     window = TreeWindow(rows())
-    with pytest.raises(ValueError, match="outputs among log_prob, entropy, value, got reward"):
+    with pytest.raises(ValueError, match="outputs among log_prob, entropy, is_top1, value, got reward"):
         window_values(model, window, ("log_prob", "reward"))
     unpatch(model)
     with pytest.raises(ValueError, match="expected a patched model"):
         add_output(model, VALUE)
-    with pytest.raises(ValueError, match="outputs among log_prob, entropy, got value"):
+    with pytest.raises(ValueError, match="outputs among log_prob, entropy, is_top1, got value"):
         window_values(patch(model), window, ("value",))
 
 

@@ -1,5 +1,7 @@
 """Log-probabilities and entropies of labels without all logits at once."""
 
+from typing import NamedTuple
+
 import torch
 
 from harts_hf.kernels.checks import check_floating, check_same_device, check_shape, choose_backend
@@ -8,6 +10,20 @@ from harts_hf.kernels.logprobs import torch as torch_backend
 
 # On a GPU Triton's kernels follow PyTorch's products, except where there is a cap.
 _BY_DEVICE = {"cpu": "torch", "cuda": "triton"}
+
+
+class TokenValues(NamedTuple):
+    """Of labels, ``[P]`` each; what was not asked for is None.
+
+    Attributes:
+        log_prob: float32 or wider.
+        entropy: of the distribution that the label is drawn from, as typed.
+        is_top1: 1 where the label is the likeliest token (the first of equals), else 0, as typed; has no gradient.
+    """
+
+    log_prob: torch.Tensor
+    entropy: torch.Tensor | None
+    is_top1: torch.Tensor | None
 
 
 def token_logprobs(
@@ -21,11 +37,12 @@ def token_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     return_entropy: bool = False,
+    return_top1: bool = False,
     max_chunk_elements: int = 2**26,
     backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> TokenValues:
     """``log softmax(z)[labels[p]]`` with ``z = cap(logit_scale * (hidden[rows[p]] @ weight.T + bias)) / temperature``
-    and ``cap(y) = softcap * tanh(y / softcap)``, and the entropy of that distribution.
+    and ``cap(y) = softcap * tanh(y / softcap)``, that distribution's entropy, and whether the label is its likeliest.
 
     A row may have several labels (a branching row predicts the first token of each branch); its logits are computed
     once. The matrix product runs in the dtype of ``hidden`` (the autocast dtype under autocast) and everything after
@@ -42,12 +59,13 @@ def token_logprobs(
         logit_scale: factor of the logits.
         softcap: bound of the logits, None for no bound.
         return_entropy: whether to compute entropies.
+        return_top1: whether to say which labels are the likeliest.
         max_chunk_elements: most logits that are alive at once (at least one row of them is).
         backend: "torch", "triton" (no cap, at most float32) or "reference"; None chooses by device.
 
     Returns:
-        ``logp`` ``[P]`` and ``entropy`` ``[P]`` (None unless asked for), float32 or wider. With ``P = 0`` both stay
-        connected to ``hidden`` and ``weight``: the backward gives them zero gradients.
+        The values. With ``P = 0`` log-probs and entropies stay connected to ``hidden`` and ``weight``: the backward
+        gives them zero gradients.
 
     Raises:
         ValueError: shapes, dtypes, devices, values or backend other than stated.
@@ -78,7 +96,7 @@ def token_logprobs(
     chosen = choose_backend("token_logprobs", backend, hidden.device, by_device=_BY_DEVICE)
     run = reference.token_logprobs if chosen == "reference" else torch_backend.token_logprobs
     fused = {"fused": True} if chosen == "triton" else {}
-    logp, entropy = run(
+    found = run(
         hidden,
         weight,
         bias,
@@ -88,10 +106,11 @@ def token_logprobs(
         logit_scale=logit_scale,
         softcap=softcap,
         return_entropy=return_entropy,
+        return_top1=return_top1,
         max_chunk_elements=max_chunk_elements,
         **fused,
     )
-    return logp, entropy
+    return TokenValues(*found)
 
 
 def _check_values(rows: torch.Tensor, labels: torch.Tensor, *, num_rows: int, vocabulary: int) -> None:

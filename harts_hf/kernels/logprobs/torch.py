@@ -64,9 +64,10 @@ def token_logprobs(
     logit_scale: float,
     softcap: float | None,
     return_entropy: bool,
+    return_top1: bool,
     max_chunk_elements: int,
     fused: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """See :func:`harts_hf.kernels.logprobs.api.token_logprobs`; with ``fused`` what follows each product is Triton's.
 
     Raises:
@@ -80,7 +81,7 @@ def token_logprobs(
     head = _Head(compute_dtype, wide, temperature, logit_scale, softcap, fused)
     chunk_rows = max(1, max_chunk_elements // weight.shape[0])
     with torch.autocast(device, enabled=False):
-        return _TokenLogprobs.apply(hidden, weight, bias, rows, labels, head, chunk_rows, return_entropy)
+        return _TokenLogprobs.apply(hidden, weight, bias, rows, labels, head, chunk_rows, return_entropy, return_top1)
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,12 @@ class _TokenLogprobs(torch.autograd.Function):
         head: _Head,
         chunk_rows: int,
         return_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return_top1: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
         logp = hidden.new_empty(len(rows), dtype=head.wide)
         entropy = torch.empty_like(logp) if return_entropy else None
+        is_top1 = torch.empty_like(logp) if return_top1 else None
         used_weight = weight.to(head.compute_dtype)
         for chunk in _chunks(rows, chunk_rows):
             if head.fused:
@@ -123,8 +126,12 @@ class _TokenLogprobs(torch.autograd.Function):
                 logp[chunk.labels], found = _fused_values(logits, chunk, labels, head, return_entropy)
                 if entropy is not None:
                     entropy[chunk.labels] = found
+                if is_top1 is not None:
+                    is_top1[chunk.labels] = _is_top1(logits, chunk, labels)
                 continue
             z, _ = head.cap_(head.product(hidden.index_select(0, chunk.rows), used_weight, bias))
+            if is_top1 is not None:
+                is_top1[chunk.labels] = _is_top1(z, chunk, labels)
             log_total = z.logsumexp(dim=1)
             position = chunk.row_of_label
             logp[chunk.labels] = z[position, labels[chunk.labels]] - log_total[position]
@@ -133,12 +140,14 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropy[chunk.labels] = -(log_p.exp() * log_p).sum(dim=1)[position]
         ctx.save_for_backward(hidden, weight, bias, rows, labels)
         ctx.head, ctx.chunk_rows = head, chunk_rows
-        return logp, entropy
+        if is_top1 is not None:
+            ctx.mark_non_differentiable(is_top1)
+        return logp, entropy, is_top1
 
     @staticmethod
     @exact_backward
     def backward(
-        ctx: Any, grad_logp: torch.Tensor | None, grad_entropy: torch.Tensor | None
+        ctx: Any, grad_logp: torch.Tensor | None, grad_entropy: torch.Tensor | None, _: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, rows, labels = ctx.saved_tensors
         head, wide = ctx.head, ctx.head.wide
@@ -170,8 +179,12 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden,
             grad_weight.to(weight.dtype) if grad_weight is not None else None,
             grad_bias.to(bias.dtype) if grad_bias is not None else None,
-            *(None,) * 5,
+            *(None,) * 6,
         )
+
+
+def _is_top1(logits: torch.Tensor, chunk: _Chunk, labels: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(dim=1)[chunk.row_of_label] == labels[chunk.labels]
 
 
 def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
