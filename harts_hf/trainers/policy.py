@@ -97,7 +97,10 @@ class TreePolicy:
         config = trainer.args.planner_config()
         cost = with_handed_bytes(config.cost or DEFAULT_COST, _handed_sizes(trainer))
         self.planner = WindowPlanner(config=replace(config, cost=cost), vocab_size=vocab_size_of(trainer.model))
-        self.ranks = AccelerateRanks(trainer.accelerator)
+        self.ranks = AccelerateRanks(
+            trainer.accelerator,
+            sharded_by_transformers=getattr(trainer, "is_distributed_loading_by_transformers", False),
+        )
         args = trainer.args
         self.options = RunOptions(
             temperature=trainer.temperature,  # TRL's own head keeps what it is at the start, too
