@@ -209,6 +209,9 @@ def test_a_step_in_dry_form(gpu: Any, tmp_path: Path) -> None:
 
 def test_gains_need_one_gpu_s_metrics(gpu: Any) -> None:
     """Two GPUs' speed beside the model's, rows repeated and the exchange; refused where a metric is another."""
+    kept = gpu.record.read(gpu.record.RESULTS / "ranks_h200.json")
+    gpu.gates.check_ranks(kept)
+    assert gpu.recorder.extend_ranks(kept, {"rows": []})["rows"] == kept["rows"]
     one = {
         "run": "one-4", "processes": 1, "workload": "w", "execution": "replay", "scoring_skipped": False,
         "seconds": 5.0, "forward_backward_seconds": 4.0, "estimated_seconds": 2.0, "exchange_seconds": 0.0,
