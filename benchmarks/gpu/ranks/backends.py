@@ -9,6 +9,14 @@ LAYER = "BailingHybridDecoderLayer"
 WRAPPERS = {
     "ddp": "DistributedDataParallel",
     "fsdp2": "FSDPBailingHybridForCausalLM",
+    "fsdp2-kept": "FSDPBailingHybridForCausalLM",
+    **dict.fromkeys(("zero1", "zero2", "zero3", "zero3-modules"), "DeepSpeedEngine"),
+}
+
+
+def backend_options(backend: str, *, dry: bool) -> dict[str, Any]:
+    """Of "one" (a single process) or one of :data:`WRAPPERS`.
+
     "fsdp2-kept" keeps parameters gathered from a step's first forward to its last backward. "zero3-modules" gathers
     each module of a layer by itself, where the trainer has whole layers gathered.
 
