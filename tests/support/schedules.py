@@ -134,7 +134,7 @@ def random_placement(tree: RolloutTree, seed: int, execution: str, world_size: i
         rank_ops.append(tuple(ops))
     config = PlannerConfig(
         max_tokens_per_microbatch=max(64, tree.num_tokens),
-        sharing="always",
+        sharing="auto",
         execution=execution,
         world_size=world_size,
     )
