@@ -85,6 +85,7 @@ def test_what_follows_from_a_missing_model_is_not_said(dry_run):
         (["--optim", "lomo"], "got optim=OptimizerNames.LOMO"),
         (["--optim", "lomo", "--accelerate_config", FSDP2], "got FSDP: serve the policy with vLLM"),
         (["--optim", "lomo"], "not checked the model, its memory and the trainer's other settings"),
+        (["--collector_kwargs.chat", "true"], "expected a tokenizer with a chat template"),
         (["--fp16", "true"], "expected bf16 or fp32 training"),
         (["--use_vllm", "true", "--vllm_mode", "colocate"], "expected vllm_mode 'server' for environments and agents"),
     ],
