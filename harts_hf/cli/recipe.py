@@ -75,6 +75,8 @@ def parse(argv: Sequence[str]) -> tuple[TrainArguments, Any, PolicyArguments]:
     )
     actions = {action.dest: action for action in reversed(parser._actions)}
     unknown = [name for name in recipe if name not in actions]
+    if recipe.get("resume_from_checkpoint") is True:  # a folder otherwise
+        recipe["resume_from_checkpoint"] = "true"
     for name in recipe.keys() & actions.keys():
         _check_value(actions[name], hints.get(name), recipe[name])
     parser.set_defaults_with_config(**{name: value for name, value in recipe.items() if name in actions})
