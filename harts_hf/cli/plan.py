@@ -153,7 +153,7 @@ def _world_lines(world: dict[str, Any], world_size: int) -> list[str]:
         (
             "exchanged",
             f"{world['exchanged_bytes'] / 1e6:,.1f} MB",
-            "at most to each rank: all token ids, a value and a coefficient per unique row",
+            "to each rank, if all hold as many tokens: at most ids, a value and a coefficient per unique row",
         ),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]

@@ -23,8 +23,9 @@ class WorldCounts:
         tokens_per_unique: rows computed by all ranks over rows of the forest, 1 if no two ranks compute one row.
         dummies: ops that a rank runs on one token without weight, so that all ranks run strings of the same kinds.
         ops: all ops of all ranks, dummies among them.
-        exchanged_bytes: what each rank gets from the others in a step at most: all trajectories' token ids, and for
-            every row of the forest its values and as many coefficients, 8 bytes each.
+        exchanged_bytes: what each rank gets from the others in a step at most, if ranks hold equally many tokens: all
+            trajectories' token ids, and for every row of the forest its values and as many coefficients, 8 bytes each.
+            Ids are padded to those of the rank that holds most, which is more where ranks hold other numbers.
     """
 
     mean_seconds: float

@@ -124,7 +124,7 @@ def _agreed(ranks: Ranks, seconds: float) -> float:
 def _least_seconds(trajectories: Sequence[IntArray], config: PlannerConfig) -> float:
     """A lower bound on the estimated seconds of any plan of these trajectories on one rank: each row once."""
     tree = RolloutTree.from_trajectories(trajectories)
-    step = (config.cost or DEFAULT_COST).step(forwards=1 if config.execution == "nested" else 2)
+    step = (config.cost or DEFAULT_COST).step(forwards=2 if config.execution == "replay" else 1)
     pairs = float((tree.depth + 1).sum())
     microbatches = -(-tree.num_tokens // config.max_tokens_per_microbatch)
     rows = (step.rows + step.linear_rows) * tree.num_tokens + step.pairs * pairs

@@ -246,8 +246,8 @@ class TreeUpdate:
         if len({numbers[3] for numbers in found}) > 1:
             listed = ", ".join(f"{one[3]:016x} on process {rank}" for rank, one in enumerate(found))
             raise ValueError(
-                "expected the same settings of plans (tree_*, the cost model) and names of values on every process, got "
-                f"the hashes {listed}; this one has {self.planner.config}"
+                "expected the same settings of plans (tree_*, the cost model) and names of values on every process, "
+                f"got the hashes {listed}; this one has {self.planner.config}"
             )
         return next(filter(None, self.ranks.gather_texts(own))) if any(one for one, *_ in found) else None
 

@@ -122,7 +122,10 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 def what_is_missing(folder: Path) -> str | None:
     """What a checkpoint lacks to be whole; None if nothing does."""
-    marker = read(folder)
+    try:
+        marker = read(folder)
+    except ValueError:  # a machine that goes down may leave a file without its content
+        return f"{MARKER} is broken"
     if marker is not None:
         if not marker["complete"]:
             return "it is half-written (the training ended while it was saved)"

@@ -20,7 +20,7 @@ DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
 # What a rank says where ranks meet; a place deeper inside says another number.
-FAILED, CALLS, DONE, PLACES = 0, 1, 2, 3
+FAILED, CALLS, REDUCES, DONE, PLACES = range(5)
 # Numbers that travel with it, enough for what TRL's losses gather: fewer collectives, and of one shape everywhere.
 ROOM = 64
 EXACT = 2**53  # what float64 holds
@@ -140,7 +140,7 @@ class AccelerateRanks(Ranks):
             return torch.cat([torch.atleast_1d(row) for row in rows])
 
         def reduced(tensor: Any, reduction: str = "sum", **kwargs: Any) -> Any:
-            rows = self._meet(PLACES * self._depth + CALLS, tensor if reduction == "sum" and not kwargs else None)
+            rows = self._meet(PLACES * self._depth + REDUCES, tensor if reduction == "sum" and not kwargs else None)
             if rows is None:
                 return self._on_device(
                     stock_reduce(self._on_device(tensor), reduction=reduction, **kwargs), like=tensor

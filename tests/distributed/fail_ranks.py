@@ -41,6 +41,19 @@ def in_collectives(trainer, rank):
     trainer._compute_loss = compute
 
 
+def in_kinds(trainer, rank):
+    """Rank 1's loss sums up what rank 0's gathers."""
+    stock = trainer._compute_loss
+
+    def compute(model, inputs):
+        loss = stock(model, inputs)
+        own = loss.detach().reshape(1)
+        trainer.accelerator.reduce(own) if rank == 1 else trainer.accelerator.gather(own)
+        return loss
+
+    trainer._compute_loss = compute
+
+
 def in_rows(trainer, rank):
     """Rank 0's batch has a completion without a prompt."""
     add = trainer._tree.add_slice
@@ -133,6 +146,7 @@ def in_op(trainer, rank):
 FAILURES = {
     "loss": in_loss,
     "collectives": in_collectives,
+    "kinds": in_kinds,
     "rows": in_rows,
     "settings": in_settings,
     "plans": in_plans,

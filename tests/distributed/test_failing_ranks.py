@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).parent / "fail_ranks.py"
 EXPECTED = {
     "loss": ("OtherRankError: process 1 raised ZeroDivisionError: nothing to", "ZeroDivisionError: nothing to"),
     "collectives": ("the same collectives in the losses of all 2 processes",) * 2,
+    "kinds": ("the same collectives in the losses of all 2 processes",) * 2,
     "rows": (
         "ValueError: expected prompts of at least one",
         "OtherRankError: process 0 raised ValueError: expected pr",

@@ -52,10 +52,11 @@ def test_a_whole_checkpoint(tmp_path):
     ("harm", "missing"),
     [
         (lambda path: begin(path), "half-written"),
+        (lambda path: (path / MARKER).write_bytes(b""), f"{MARKER} is broken"),
         (lambda path: (path / "below" / "weights").unlink(), "below/weights is missing"),
         (lambda path: (path / "below" / "weights").write_bytes(b"cut"), "weights has 3 bytes instead of 100"),
     ],
-    ids=["killed", "missing", "cut"],
+    ids=["killed", "empty", "missing", "cut"],
 )
 def test_checkpoints_that_are_not_whole(harm, missing, tmp_path):
     """Refused by what is missing, naming the one before; the newest whole one is found."""
