@@ -12,6 +12,7 @@ from harts_hf.errors import HartsWarning
 from harts_hf.rollouts.files import RolloutFile, read_rollout_file
 from harts_hf.rollouts.readers import FORMS
 from harts_hf.rollouts.readers.samples import SAMPLES_PER
+from harts_hf.rollouts.vocabulary import check_vocabulary
 
 
 def add_rollouts(parser: argparse.ArgumentParser, *, tokenizer: str) -> None:
@@ -86,7 +87,9 @@ def load_tokenizer(name: str, *, option: str = "--tokenizer", local_files_only: 
     place = "the local Hugging Face cache" if local_files_only else "the Hugging Face cache or hub"
     expected = f"expected {option} to be a folder with a tokenizer, or a name in {place}"
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=local_files_only, **more)
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local_files_only, **more)
+        check_vocabulary(tokenizer, name)
+        return tokenizer
     except Exception as error:  # a damaged tokenizer fails in ways of its own
         reason = f"{error}".split("\n")[0] if Path(name).is_dir() else "no such folder, and nothing of that name there"
         raise ValueError(f"{expected}, got {name!r}: {reason}") from error

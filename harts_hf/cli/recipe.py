@@ -33,8 +33,13 @@ GENERATION_BATCH = (
 
 
 def split_recipe(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The recipe's path (the first argument if it is no option, or what follows ``--config``), and the rest."""
+    """The recipe's path, and the rest.
+
+    It is the first argument if that is no option, or what follows ``--config``; ``--dry-run`` may come before it.
+    """
     options = list(argv)
+    if len(options) > 1 and options[0] in ("--dry-run", "--dry_run") and options[1].endswith((".yaml", ".yml")):
+        options[:2] = options[1::-1]
     if options and not options[0].startswith("-"):
         return options[0], options[1:]
     if "--config" not in options:

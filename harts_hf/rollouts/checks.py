@@ -18,8 +18,8 @@ def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int 
             optionally ``env_mask`` and ``advantages`` of the completions' lengths. With ``episode`` (for each row the
             index of its prompt) there may be any number of rows, and every other list has one entry per prompt;
             without it there is one row per prompt. ``exact_env_mask`` says that no sampled token has mask 1 twice,
-            ``absent`` (one per prompt) where an episode without a row is none at all, ``off_policy`` that the policy
-            is compared with ``logprobs``.
+            ``absent`` (one per prompt) which episodes without a row, or rows where there is no ``episode``, are none,
+            ``off_policy`` that the policy is compared with ``logprobs``.
         num_prompts: prompts that the function was given; they come repeated.
         vocab_size: if given, token ids are checked against it.
 
@@ -37,8 +37,6 @@ def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int 
         raise ValueError(f"expected {OFF_POLICY!r} to be true or false, got {shortened(output[OFF_POLICY])}")
     if output.get(OFF_POLICY) and output["logprobs"] is None:
         raise ValueError(f"expected 'logprobs' where {OFF_POLICY!r} is set, got none")
-    if output.get(ABSENT) is not None and output.get("episode") is None:
-        raise ValueError(f"expected {ABSENT!r} beside 'episode' only, got it without")
     num_rows = _check_episodes(output, num_prompts) if output.get("episode") is not None else num_prompts
     for key in ROW_KEYS:
         rows = output.get(key)
@@ -51,6 +49,8 @@ def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int 
                 "already repeated num_generations times; rollouts of several rows need the key 'episode', the index "
                 f"of each row's prompt), got {len(rows)} in {key!r}"
             )
+    if output.get(ABSENT) is not None and output.get("episode") is None:
+        _check_absent(output[ABSENT], set(), num_prompts)
     for row in range(num_rows):
         for key in ("prompt_ids", "completion_ids"):
             _check_tokens(output[key][row], f"{key}[{row}]", vocab_size)

@@ -15,6 +15,7 @@ from harts_hf.rollouts.environments.report import FailureReport
 from harts_hf.rollouts.environments.texts import LongObservations, ObservationLimit
 from harts_hf.rollouts.environments.workers import Workers
 from harts_hf.rollouts.environments.writers import AnyWriter
+from harts_hf.rollouts.episodes import ABSENT
 from harts_hf.rollouts.forks import ForkPolicy, NoForks, TurnForks, check_policy
 from harts_hf.rollouts.salvage import place_of_failures, rollout_row, saved_on_failure
 from harts_hf.rollouts.sampled import SampledRollout
@@ -269,6 +270,7 @@ def _rows(rollouts: list[SampledRollout], *, stand_in: int) -> dict[str, Any]:
             [0] * (len(rollout.env_mask) or 1) if is_left_out else rollout.env_mask
             for rollout, is_left_out in zip(rollouts, left_out, strict=True)
         ],
+        ABSENT: left_out,
         "environment_reward": [rollout.reward for rollout in rollouts],
         "environment_failed": [rollout.failure is not None for rollout in rollouts],
         "tree": [rollout.tree for rollout in rollouts],

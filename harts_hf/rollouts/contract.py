@@ -31,7 +31,13 @@ def play_turn(environment: Environment, action: Any, turn: int) -> StepResult:
     observation, done = result
     if not isinstance(observation, list):
         check_text(observation, f"{name}.step to return a text as observation", f"turn {turn}")
-    return StepResult(observation, bool(done))
+    try:
+        is_done = None if isinstance(done, str | bytes) else bool(done)  # "False" would be true
+    except Exception:  # of an array
+        is_done = None
+    if is_done is None:
+        raise ContractError(f"expected {name}.step to say with true or false if it is over, got {shortened(done)}")
+    return StepResult(observation, is_done)
 
 
 def check_text(text: object, what: str, where: str = "") -> None:

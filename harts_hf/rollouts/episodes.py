@@ -21,6 +21,7 @@ RESERVED_KEYS = ("samples",)
 # True: masks are 1 only at tokens that a row drew itself, so that no sampled token recurs with mask 1.
 EXACT_MASK = "exact_env_mask"
 # One per prompt, true where the group has no such rollout: its place counts nowhere, in no statistic and in no loss.
+# With ``episode`` such a prompt has no row; without it its row is there for its place, and is left out.
 ABSENT = "absent"
 # True: the policy is compared with the log-probs that came with the rows, not with its own when they came.
 OFF_POLICY = "off_policy"
@@ -54,6 +55,22 @@ class Episodes:
         """``[R]`` values of rows as ``[n]`` lists, one per rollout."""
         ends = np.cumsum(self.counts).tolist()
         return [list(rows[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def without_absent(output: Mapping[str, Any]) -> dict[str, Any]:
+    """The output of a rollout function with a row per prompt, some of them ``absent``, as one with ``episode``.
+
+    Args:
+        output: checked by :func:`harts_hf.rollouts.checks.check_rollouts`; without the key ``episode``.
+
+    Returns:
+        The same without the absent rows.
+    """
+    number = len(output["prompt_ids"])
+    absent = list(output.get(ABSENT) or [False] * number)
+    kept = [row for row in range(number) if not absent[row]]
+    rows = {key: [output[key][row] for row in kept] for key in ROW_KEYS if output.get(key) is not None}
+    return {**output, **rows, "episode": kept, ABSENT: absent}
 
 
 def read_episodes(

@@ -11,13 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harts_hf.errors import RolloutFileError
-from harts_hf.rollouts.fields import shortened
+from harts_hf.rollouts.fields import MAX_TOKEN_ID, shortened
 from harts_hf.rollouts.files import read_rollout_file, read_rollout_rows
 from harts_hf.rollouts.recorded import Rollout, RolloutFile, RolloutGroup
 from harts_hf.rollouts.rows import rows_of_table
 
 # Sampled log-probs are at most 0; those of low precision may be a little above.
 LARGEST_LOG_PROB = 0.05
+# No token of a lower one was ever sampled: servers write -9999 for what they do not know. The ratio to it would be
+# more than float32 holds (e^88), and the gradient NaN.
+SMALLEST_LOG_PROB = -80.0
 # How many places a message names.
 _MOST_NAMED = 3
 
@@ -130,10 +133,16 @@ def recorded_groups(groups: Sequence[RolloutGroup]) -> dict[str, RecordedGroup]:
 
     Raises:
         RolloutFileError: shapes; two groups of one name; rows without tokens to train on, or that do not say which
-            those are; rewards that differ within an episode; log-probs above 0.
+            those are; rewards that differ within an episode; log-probs above 0, or lower than any that is sampled; of
+            rollouts that were made by hand also lists of other lengths than the tokens, and numbers that no file may
+            hold.
     """
     found: dict[str, RecordedGroup] = {}
+    if not groups:
+        raise RolloutFileError("expected at least one group of rollouts, got none")
     for group in groups:
+        if not group.rollouts:
+            raise RolloutFileError(f"expected groups of at least one rollout, got none in {group.name!r}")
         if group.shape is not None or any(rollout.token_ids is None for rollout in group.rollouts):
             raise RolloutFileError(
                 f"expected rollouts with token ids, got a shape without content (group {group.name})"
@@ -170,8 +179,8 @@ def _episodes(group: RolloutGroup) -> Iterator[RecordedEpisode]:
 
 
 def _sample(rollout: Rollout, where: str) -> RecordedSample:
-    assert rollout.token_ids is not None
-    ids = rollout.token_ids.astype(np.int32)
+    _check_made_by_hand(rollout, where)
+    ids = np.asarray(rollout.token_ids).astype(np.int32)
     if len(ids) < 2:
         raise RolloutFileError(f"expected trajectories of at least two tokens, got {len(ids)} ({where})")
     mask = np.zeros(len(ids), np.bool_) if rollout.loss_mask is None else np.asarray(rollout.loss_mask, np.bool_)
@@ -181,19 +190,42 @@ def _sample(rollout: Rollout, where: str) -> RecordedSample:
     if logprobs is not None:
         logprobs = np.asarray(logprobs, np.float64)[start:]
         above = np.flatnonzero(mask[start:] & (logprobs > LARGEST_LOG_PROB))
-        if len(above):
-            place = int(above[0])
-            raise RolloutFileError(
-                f"expected log-probs of at most 0, got {logprobs[place]} at position {start + place} ({where})"
-            )
+        below = np.flatnonzero(mask[start:] & (logprobs < SMALLEST_LOG_PROB))
+        for places, limit in (
+            (above, "at most 0"),
+            (below, f"at least {SMALLEST_LOG_PROB:g} (null where they are not known)"),
+        ):
+            if len(places):
+                place = int(places[0])
+                raise RolloutFileError(
+                    f"expected log-probs of {limit}, got {logprobs[place]} at position {start + place} ({where})"
+                )
     return RecordedSample(
         token_ids=ids,
         prompt_length=start,
         mask=mask[start:].copy(),
         logprobs=logprobs,
-        advantage=advantage[start:] if isinstance(advantage, np.ndarray) else advantage,
+        advantage=np.asarray(advantage, np.float64)[start:] if np.ndim(advantage) else advantage,  # type: ignore[arg-type]
         where=where,
     )
+
+
+def _check_made_by_hand(rollout: Rollout, where: str) -> None:
+    """Holds a rollout to what readers hold the rows of files to: ``Rollout`` itself checks nothing."""
+    ids = np.asarray(rollout.token_ids)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise RolloutFileError(f"expected token_ids to be a list of integers, got {shortened(ids.tolist())} ({where})")
+    wrong = ids[(ids < 0) | (ids > MAX_TOKEN_ID)]
+    if len(wrong):
+        raise RolloutFileError(f"expected token ids in [0, {MAX_TOKEN_ID}], got {wrong[0]} ({where})")
+    for name in ("loss_mask", "old_logprobs", "advantage"):
+        value = getattr(rollout, name)
+        if isinstance(value, np.ndarray | Sequence) and np.shape(value) != ids.shape:
+            raise RolloutFileError(f"expected {name} of {len(ids)} values, one per token, got {len(value)} ({where})")
+    for name in ("reward", "advantage"):
+        value = getattr(rollout, name)
+        if value is not None and not np.isfinite(np.asarray(value, np.float64)).all():
+            raise RolloutFileError(f"expected {name} to be finite, got {shortened(value)} ({where})")
 
 
 def _place(group: RolloutGroup, *numbers: int) -> str:

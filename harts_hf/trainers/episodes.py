@@ -16,7 +16,7 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
 from harts_hf.rollouts.checks import check_rollouts
-from harts_hf.rollouts.episodes import OFF_POLICY, RESERVED_KEYS, Episodes, read_episodes
+from harts_hf.rollouts.episodes import ABSENT, OFF_POLICY, RESERVED_KEYS, Episodes, read_episodes, without_absent
 from harts_hf.rollouts.recorded_rollouts import RecordedRollouts
 from harts_hf.trainers.grouping import grouped, ungrouped
 from harts_hf.trainers.lengths import log_lengths
@@ -28,12 +28,13 @@ from harts_hf.trainers.weighing import UNITS, WEIGHTED_ITEMS, WEIGHTS, StepTotal
 
 
 class _State(NamedTuple):
-    """What a rank's rollout function returned: its error, whether it set two keys, and unknown log-probs."""
+    """What a rank's rollout function returned: its error, whether it set two keys, unknown log-probs, absent rows."""
 
     error: str
     episode: bool
     off_policy: bool
     unknown: bool
+    absent: bool
 
 
 class TreeEpisodes:
@@ -73,6 +74,7 @@ class TreeEpisodes:
             recorded.check(args)  # refuses before TRL looks for a server
         self._off_policy = self._has_unknown = False  # of the running generation
         self._episodes: Episodes | None = None
+        self._has_samples = False  # whether the rollout function says which rows are an episode
         self._rows: dict[str, Any] = {}  # of the episodes, what the rollout function returned
         self._given_advantages: list[list[float]] | None = None
         self._generated: tuple[list[list[int]], list[list[int]]] = ([], [])  # prompts and completions of all rows
@@ -90,16 +92,20 @@ class TreeEpisodes:
         error: Exception | None = None
         try:
             output = self._checked(self._user_rollout_func(prompts, trainer), len(prompts))
-            state = _state(output)
+        except Exception as found:
+            error = found
+        state = _state(output, error)
+        self._has_unknown, has_absent = self._agree(state, error)
+        with self._tree.ranks.together():
             output = dict(output)
             self._off_policy = bool(output.pop(OFF_POLICY, False))
-            if state.episode:
+            self._has_samples = state.episode
+            if has_absent and not state.episode and not self.tools:  # TRL calls tools for rows, not for episodes
+                output = without_absent(output)
+            if output.get("episode") is not None:
                 ends = (*self.eos_token_ids, self._tokenizer.pad_token_id) if self.mask_truncated_completions else None
                 output, self._episodes = read_episodes(output, len(prompts), self.eos_token_ids[0], whole_ends=ends)
                 self._rows = output
-        except Exception as found:
-            error, state = found, _State(f"{type(found).__name__}: {found}", False, False, False)
-        self._has_unknown = self._agree(state, error)
         self._given_advantages = output.pop("advantages", None)
         if self._episodes is None:
             return output
@@ -116,11 +122,11 @@ class TreeEpisodes:
             )
         return output
 
-    def _agree(self, state: _State, error: Exception | None) -> bool:
+    def _agree(self, state: _State, error: Exception | None) -> tuple[bool, bool]:
         """Raises on every rank what one rank's rollout function raised, before a collective that it would miss.
 
         Returns:
-            Whether any rank has unknown log-probs.
+            Whether any rank has unknown log-probs, and whether any has absent rows.
         """
         states: list[_State] = [state] if self._tree.ranks.count == 1 else gather_object([state])
         if error is not None:
@@ -137,7 +143,7 @@ class TreeEpisodes:
                     f"expected the key {key!r} from the rollout functions of all {len(states)} processes or of none, "
                     f"got it from {with_key}"
                 )
-        return any(of_rank.unknown for of_rank in states)
+        return any(of_rank.unknown for of_rank in states), any(of_rank.absent for of_rank in states)
 
     def _generate(self, prompts: list[Any]) -> Any:
         parent: Any = super()
@@ -152,7 +158,8 @@ class TreeEpisodes:
         _, _, _, completions, _, extra_fields, *images = generated
         rows = self._rows
         log_lengths(self, rows, self._episodes)
-        extra_fields = {**extra_fields, "samples": self._samples(prompts, completions)}
+        if self._has_samples:
+            extra_fields = {**extra_fields, "samples": self._samples(prompts, completions)}
         self._generated = rows["prompt_ids"], rows["completion_ids"]
         return (*self._generated, rows.get("env_mask"), completions, rows["logprobs"], extra_fields, *images)
 
@@ -218,7 +225,7 @@ class TreeEpisodes:
         if episodes is None:
             return output
         taken = columns.intersection(RESERVED_KEYS)
-        if taken:
+        if taken and self._has_samples:
             raise ValueError(
                 f"expected a dataset without the column {', '.join(taken)} where rollouts have the key 'episode' "
                 "(reward functions get the samples by that name), got one: rename it"
@@ -272,7 +279,10 @@ class TreeEpisodes:
         return loss
 
 
-def _state(output: Mapping[str, Any]) -> _State:
+def _state(output: Mapping[str, Any], error: Exception | None) -> _State:
+    if error is not None:
+        return _State(f"{type(error).__name__}: {error}", False, False, False, False)
     is_off_policy = bool(output.get(OFF_POLICY))
     has_episodes = output.get("episode") is not None
-    return _State("", has_episodes, is_off_policy, is_off_policy and has_unknown(output))
+    unknown = is_off_policy and has_unknown(output)
+    return _State("", has_episodes, is_off_policy, unknown, any(output.get(ABSENT) or ()))

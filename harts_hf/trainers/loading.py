@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import get_config_model_id
 
 from harts_hf.modeling.families import FAMILIES
+from harts_hf.rollouts.vocabulary import check_vocabulary
 from harts_hf.trainers.replacing import replaced
 
 # What TRL's trainers load models with: the policy and the reference model alike.
@@ -63,12 +64,16 @@ def load_tokenizer(model: Any, args: Any) -> Any:
 
     Raises:
         OSError: the checkpoint has no tokenizer.
+        ValueError: it has one of special tokens alone.
     """
     is_name = isinstance(model, str)
-    return AutoTokenizer.from_pretrained(
-        model if is_name else get_config_model_id(model.config),
+    name = model if is_name else get_config_model_id(model.config)
+    tokenizer = AutoTokenizer.from_pretrained(
+        name,
         revision=(args.model_init_kwargs or {}).get("revision") if is_name else None,
         truncation_side="left",
         padding_side="left",
         trust_remote_code=getattr(args, "trust_remote_code", False),
     )
+    check_vocabulary(tokenizer, name)
+    return tokenizer

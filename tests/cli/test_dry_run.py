@@ -105,6 +105,36 @@ def test_however_it_is_asked_for(options, tmp_path, capsys):
     assert "nothing is trained" in capsys.readouterr().out and not (tmp_path / "out").exists()
 
 
+def test_it_may_come_before_the_recipe(tmp_path, capsys):
+    """As options of most commands may."""
+    assert harts(["train", "--dry-run", TINY, "--output_dir", str(tmp_path / "out")]) == 0
+    assert "nothing is trained" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("import sys\nsys.exit(0)", "SystemExit: 0"),
+        ("raise RuntimeError('no license')", "RuntimeError: no license"),
+        ("class Mine:\n    pass\n\n\nassert False", "AssertionError: "),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named(content, message, dry_run, tmp_path, monkeypatch):
+    """With its file and line: the message alone may be a number, or nothing."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = f"broken_{len(content)}"
+    (tmp_path / f"{name}.py").write_text(content)
+    status, said = dry_run("--environment", f"{name}:Mine")
+    assert status == 1 and message in said and re.search(rf"{name}\.py,\s+line {len(content.splitlines())}\)", said)
+
+
+def test_a_folder_without_a_tokenizer(dry_run, tmp_path):
+    """Transformers makes one of a special token alone of it, which reads every text as nothing."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_5_text"}')
+    status, said = dry_run("--model_type", "", "--model_name_or_path", tmp_path)
+    assert status == 1 and "expected a tokenizer with a vocabulary" in said
+
+
 @pytest.mark.parametrize("name", ["gmpo", "rloo"])
 def test_other_trainers(name, dry_run, tmp_path):
     """Completions of prompts that TRL samples, with a reference model, of a folder without weights."""

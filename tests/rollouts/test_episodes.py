@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harts_hf.rollouts.checks import check_rollouts
-from harts_hf.rollouts.episodes import read_episodes
+from harts_hf.rollouts.episodes import read_episodes, without_absent
 
 END = 9
 
@@ -116,12 +116,25 @@ ROW = ([1], [2], [1])
         ({**rollouts([ROW], [0], exact_env_mask=True), "env_mask": None}, "'env_mask' where 'exact_env_mask' is set"),
         ({**rollouts([ROW], [0]), "logprobs": [None]}, r"logprobs\[0\] to be a list of 1 entries"),
         ({**rollouts([ROW] * 3, None)}, "the key 'episode'"),
+        ({**rollouts([ROW, ROW], None), "absent": [True]}, "'absent' to be a list of 2 of true and false"),
     ],
 )
 def test_refused(output, message):
     """What is wrong with ``episode``, named before anything is trained."""
     with pytest.raises(ValueError, match=message):
         check_rollouts(output, 2)
+
+
+def test_rows_that_are_absent_are_left_out():
+    """As if the function had said so by the key ``episode``; nothing else changes."""
+    output = {**rollouts([ROW, ROW], None), "absent": [False, True], "reward": [1.0, None]}
+    check_rollouts(output, 2)
+    found = without_absent(output)
+    check_rollouts(found, 2)
+    assert found["episode"] == [0] and found["reward"] == [1.0, None]
+    assert len(found["prompt_ids"]) == len(found["completion_ids"]) == 1
+    assert read_episodes(found, 2, END)[1].is_absent.tolist() == [False, True]
+    assert without_absent(rollouts([ROW, ROW], None))["episode"] == [0, 1]  # another process has absent ones
 
 
 def test_indices_of_numpy_and_no_rows_at_all():

@@ -12,6 +12,7 @@ from harts_hf.rollouts import RecordedRollouts, recorded_reward
 from harts_hf.rollouts.checks import check_rollouts
 from harts_hf.rollouts.episodes import read_episodes
 from harts_hf.rollouts.files import read_rollout_file, read_rollouts
+from harts_hf.rollouts.recorded import Rollout, RolloutFile, RolloutGroup
 
 # Group a: an episode of two samples and two of one; b: one that the policy began with its first token.
 ROWS = [
@@ -28,6 +29,14 @@ def with_values(rows=ROWS, **changes):
     return [
         {**row, "old_logprobs": [-place / 10 for place in range(len(row["token_ids"]))], **changes} for row in rows
     ]
+
+
+def by_hand(**changes):
+    """A ``Rollout``, which checks nothing itself."""
+    values = {"token_ids": [5, 6, 7], "loss_mask": [False, True, True], "old_logprobs": [0.0, -1.0, -2.0]}
+    values = {**values, **changes}
+    arrays = {key: np.array(value) for key, value in values.items() if isinstance(value, list)}
+    return Rollout(**{**values, **arrays})
 
 
 def trainer(size=3, *, rank=0, step=0, training=True, **changes):
@@ -209,6 +218,11 @@ def test_unknown_log_probs():
         ([{"token_ids": [1], "loss_mask": [1]}], {}, r"at least two tokens, got 1 \(row 1 of group 'rows'\)"),
         (with_values(ROWS[:1]) + with_values(ROWS[3:4], reward=3.0), {}, r"one reward per episode, got \[1.0, 3.0\]"),
         ([{**ROWS[0], "old_logprobs": [0, 0, -1, 0.5]}], {}, "log-probs of at most 0, got 0.5 at position 3"),
+        (
+            [{**ROWS[0], "old_logprobs": [0, 0, -1, -9999.0]}],
+            {},
+            r"at least -80 \(null where .*got -9999.0 at position 3",
+        ),
         ([{**ROWS[0], "old_logprobs": [0, 0, -1, -np.inf]}], {}, "row 1: expected old_logprobs to be finite"),
         (
             with_values(ROWS[:1], advantage=1.0) + with_values(ROWS[1:2]),
@@ -220,6 +234,16 @@ def test_unknown_log_probs():
         (ROWS, {"oversized": "split"}, "oversized to be one of error, subsample"),
         (ROWS, {"format": "jsonl"}, "expected a format of rollouts, "),
         ([], {}, "at least one path, row, Rollout or RolloutGroup, got None"),
+        (RolloutFile(groups=[], form="rollouts"), {}, "at least one group of rollouts, got none"),
+        ([RolloutGroup(name="a", rollouts=())], {}, "groups of at least one rollout, got none in 'a'"),
+        ([by_hand(loss_mask=[False, True])], {}, r"loss_mask of 3 values, one per token, got 2 \(row 1"),
+        ([by_hand(old_logprobs=[-1.0] * 4)], {}, "old_logprobs of 3 values, one per token, got 4"),
+        ([by_hand(advantage=[1.0])], {}, "advantage of 3 values, one per token, got 1"),
+        ([by_hand(advantage=[0.0, 1.0, np.nan])], {}, "expected advantage to be finite"),
+        ([by_hand(reward=np.nan)], {}, "expected reward to be finite, got nan"),
+        ([by_hand(token_ids=[5, 6, 2**32 + 4])], {}, r"token ids in \[0, 2147483647\], got 4294967300"),
+        ([by_hand(token_ids=[5, 6, -1])], {}, "token ids in .*, got -1"),
+        ([by_hand(token_ids=[5.0, 6.0, 1.5])], {}, "token_ids to be a list of integers"),
         (ROWS[0], {}, "expected a path, several paths, a dataset"),
         (7, {}, "expected a path, several paths, a dataset"),
         ([{"parent": [-1], "length": [3], "sample_node": [0], "group": "s"}], {}, "got a shape without content"),
@@ -310,7 +334,7 @@ def test_own_reward_functions_need_no_recorded_rewards():
         ({"logprobs": None, "off_policy": True}, "'logprobs' where 'off_policy' is set, got none"),
         ({"absent": [False, False, None]}, "'absent' to be a list of 3 of true and false, got"),
         ({"absent": [False, False, True]}, "no rows of an episode that is 'absent', got some of episode 2"),
-        ({"absent": [False] * 3, "episode": None}, "'absent' beside 'episode' only"),
+        ({"absent": [False] * 2, "episode": None}, "to return 3 rows for 3 prompts"),
     ],
 )
 def test_the_contract_of_its_keys(changes, message):

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,15 @@ def dry_run(argv: Sequence[str]) -> int:
         findings = _Run(argv).findings()
     print(format_findings(findings))
     return 1 if findings.refused else 0
+
+
+def _said(error: BaseException) -> str:
+    """An error in one line. Of one that is not ours (somebody's module, constructor or data) also what and where."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ValueError | OSError) and text:
+        return text
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {text} ({frame.filename}, line {frame.lineno})"
 
 
 @dataclass
@@ -121,7 +131,7 @@ class _Run:
         try:
             yield
         except (Exception, SystemExit) as error:  # whatever it is, the training would end with it
-            said = " ".join(str(error).split()) or type(error).__name__
+            said = _said(error)
             if said not in self.parts.refused:
                 self.parts.refused.append(said)
 

@@ -11,7 +11,8 @@ from harts_hf.rollouts.fields import shortened
 class GymTextEnvironment(Environment):
     """Plays an environment with Gymnasium's ``reset(seed=...)`` and ``step(action)``; the reward is their sum.
 
-    Nothing of Gymnasium is imported, so whatever has these two methods will do.
+    Nothing of Gymnasium is imported, so whatever has these two methods will do. They return what Gymnasium's do:
+    ``(observation, info)`` and ``(observation, reward, terminated, truncated, info)``.
 
     Example::
 
@@ -64,14 +65,17 @@ class GymTextEnvironment(Environment):
             The prompt and, below it, the first observation. Of a prompt of messages, the last one's content goes on
             with it.
         """
-        observation, info = self._env.reset(seed=seed)
+        observation, info = _checked(self._env.reset(seed=seed), "reset", "observation, info")
         self._reward = 0.0
         text = self._render(observation, info)
         if not prompt:
             return text
         if isinstance(prompt, str):
             return f"{prompt}\n\n{text}"
-        return [*prompt[:-1], {**prompt[-1], "content": f"{prompt[-1]['content']}\n\n{text}"}]
+        content = prompt[-1]["content"]
+        if isinstance(content, list):
+            return [*prompt[:-1], {**prompt[-1], "content": [*content, {"type": "text", "text": f"\n\n{text}"}]}]
+        return [*prompt[:-1], {**prompt[-1], "content": f"{content}\n\n{text}"}]
 
     def step(self, action: str) -> StepResult:
         """Plays one turn."""
@@ -83,7 +87,8 @@ class GymTextEnvironment(Environment):
         if parsed is None:
             self._reward += self._invalid_reward
             return StepResult(self._invalid_action.format(action=action, error=problem), done=False)
-        observation, reward, terminated, truncated, info = self._env.step(parsed)
+        result = _checked(self._env.step(parsed), "step", "observation, reward, terminated, truncated, info")
+        observation, reward, terminated, truncated, info = result
         self._reward += float(reward)
         done = bool(terminated or truncated)
         return StepResult("" if done else self._render(observation, info), done=done)
@@ -98,6 +103,20 @@ class GymTextEnvironment(Environment):
         close = getattr(self._env, "close", None)
         if close is not None:
             close()
+
+
+def _checked(result: Any, method: str, names: str) -> tuple[Any, ...]:
+    """What a method returned, if it is Gymnasium's: Gym's, before 0.26, would be taken for something else."""
+    if not isinstance(result, tuple) or len(result) != len(names.split(", ")):
+        raise ContractError(
+            f"expected {method} to return ({names}), as Gymnasium's, got {shortened(result)}; environments of the "
+            "older Gym can be wrapped by shimmy's GymV21CompatibilityV0"
+        )
+    if not isinstance(result[-1], Mapping):
+        raise ContractError(
+            f"expected {method} to return ({names}) with a mapping as info, got {shortened(result[-1])}"
+        )
+    return result
 
 
 def _as_text(observation: Any, info: Mapping[str, Any]) -> str:

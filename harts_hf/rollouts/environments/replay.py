@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Self
 
-from harts_hf.rollouts.environment import Environment, EnvironmentFactory, Message, StepResult, loaded
+from harts_hf.rollouts.environment import Environment, EnvironmentFactory, Message, StepResult, copied, loaded
 from harts_hf.rollouts.environments.failures import ReplayError
 from harts_hf.rollouts.fields import shortened
 
@@ -42,11 +42,12 @@ class ReplayedEnvironment(Environment):
 
     def begin(self, row: Mapping[str, Any], *, seed: int) -> str | list[Message]:
         """Begins the other environment's episode."""
-        self._row, self._seed, self._played = row, seed, []
+        self._row, self._seed, self._played = copied(dict(row)), seed, []  # an environment may write into its row
         running = self._awake()
-        self._said = running.begin(row, seed=seed)
+        said = running.begin(row, seed=seed)
+        self._said = copied(said)
         self._look(running)
-        return self._said
+        return said
 
     def reset(self, prompt: Any, *, seed: int) -> str | list[Message]:
         """:meth:`begin` with a row of the prompt alone."""
@@ -106,7 +107,7 @@ class ReplayedEnvironment(Environment):
             return self._running
         running = self._new()
         try:
-            _compare(running, running.begin(self._row, seed=self._seed), self._said, "begin")
+            _compare(running, running.begin(copied(self._row), seed=self._seed), self._said, "begin")
             for turn, (action, result) in enumerate(self._played):
                 _compare(running, running.step(action), result, f"step of turn {turn}")
         except BaseException:

@@ -122,7 +122,7 @@ class ToolEnvironment(ChatEnvironment):
         later: list[Message] = []
         for call in calls:
             # TRL's order: what it awaits comes last.
-            waits = call["type"] == "function" and inspect.iscoroutinefunction(tools.get(call["function"]["name"]))
+            waits = inspect.iscoroutinefunction(tools.get(_name_of(call)))
             (later if waits else at_once).append(call)
         results = [_result(call, tools) for call in at_once]
         if later:
@@ -181,12 +181,22 @@ def _methods(inner: Any) -> list[Any]:
     return [getattr(inner, name) for name, _ in found if name not in _NO_TOOLS and not name.startswith("_")]
 
 
+def _name_of(call: Any) -> str:
+    """The name of the function that is called; empty where a call says none."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
 def _result(call: Message, tools: Mapping[str, Any]) -> tuple[str, Any]:
     """The tool's name and what it returned, or its error as TRL has the policy see it."""
-    if call["type"] != "function":
-        return call.get("name", "unknown"), {"error": f"Unsupported tool call type: {call['type']}"}
-    name = call["function"]["name"]
+    kind = call.get("type") if isinstance(call, Mapping) else None
+    if kind not in (None, "function"):
+        return str(call.get("name", "unknown")), {"error": f"Unsupported tool call type: {kind}"}
+    name = _name_of(call)
     try:
+        if not name:  # parsers pass on what the policy wrote, whole or not
+            return "unknown", {"error": f"A tool call without a name: {shortened(call)}"}
         if name not in tools:
             raise ValueError(f"Tool {name} not found.")
         return name, tools[name](**call["function"]["arguments"])

@@ -11,6 +11,7 @@ from harts_hf.rollouts.calls import Calls
 from harts_hf.rollouts.engines import Engine, SamplingSettings
 from harts_hf.rollouts.engines.opening import open_engine
 from harts_hf.rollouts.engines.vllm_server import VLLMServerEngine
+from harts_hf.rollouts.episodes import ABSENT
 from harts_hf.rollouts.gateway.agents import Agent, AgentAccess, AgentFailure, checked_reward
 from harts_hf.rollouts.gateway.commands import as_agent
 from harts_hf.rollouts.gateway.episodes import (
@@ -274,7 +275,7 @@ class AgentRolloutCollector:
 
     def _rows(self, episodes: list[AgentEpisode], trainer: Any) -> dict[str, Any]:
         self._check_failures(episodes, trainer)
-        # Without a reward nothing can be learned from what a failed agent sampled: samples would only count as rows.
+        # Without a reward nothing can be learned from what a failed agent sampled: it counts nowhere.
         trained = [
             (index, row)
             for index, episode in enumerate(episodes)
@@ -302,6 +303,7 @@ class AgentRolloutCollector:
             },
             "exact_env_mask": True,
             "episode": [index for index, _ in trained],
+            ABSENT: [episode.failure is not None and episode.reward is None for episode in episodes],
             "agent_reward": [episode.reward for episode in episodes],
             "num_turns": [episode.num_turns for episode in episodes],
             "tree": [episode.tree for episode in episodes],

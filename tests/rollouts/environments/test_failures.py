@@ -3,6 +3,7 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 from support.engines import SeededEngine
 from support.sampling import beginnings, tree_sampler
@@ -105,6 +106,8 @@ def test_whatever_is_raised_costs_its_episode(where, error):
         ("step", StepResult(b"lamp", False), "to return a text as observation, got b'lamp'"),
         ("step", StepResult("\ud800 zzz", False), "got the character"),
         ("step", StepResult([{"role": "user", "content": "x"}], False), r"got .* \(chat=True writes messages\)"),
+        ("step", StepResult("lamp", "False"), "true or false if it is over, got 'False'"),
+        ("step", StepResult("lamp", np.array([True, False])), "true or false if it is over, got array"),
         ("reward", float("nan"), "expected Bad.reward to be a finite number that float32 holds, got nan"),
         ("reward", 1e300, "to be a finite number that float32 holds"),
         ("reward", None, "to be a finite number that float32 holds, got None"),

@@ -73,9 +73,19 @@ def collector(environment=Flaky, **options):
     return TreeRolloutCollector(environment, branching=(2, 2), max_turns=3, max_turn_tokens=3, **options)
 
 
-@pytest.mark.parametrize("credit", ["trajectory", "turn"])
-def test_failed_episodes_train_nothing(make_trainer, credit):
-    """A step with a failed group is the step without it; in the group, only what did not fail counts."""
+@pytest.mark.parametrize(
+    ("credit", "loss_type"),
+    [
+        ("trajectory", "dapo"),
+        ("turn", "dapo"),
+        ("turn", "grpo"),
+        ("branch", "bnpo"),
+        ("tree_grpo", "dr_grpo"),
+        ("treerl", "cispo"),
+    ],
+)
+def test_failed_episodes_train_nothing(make_trainer, credit, loss_type):
+    """A step with failed episodes is the step without them, also where the loss is a mean over rows."""
     collect = collector()
     rows = collect([prompt for prompt in PROMPTS for _ in range(4)], make_trainer(collect))
     assert rows["environment_failed"][:4] == [True] * 4 and rows["environment_reward"][:4] == [None] * 4
@@ -87,11 +97,19 @@ def test_failed_episodes_train_nothing(make_trainer, credit):
     def score(environment_failed, **_):  # tells the others apart, alike in both runs
         return [None if is_failed else float(index % 4) for index, is_failed in enumerate(environment_failed)]
 
+    kept = [index for index in range(4) if not failed[index]]
+    # Of the second group by itself, and by a rollout function's key for it, the episodes that did not fail.
+    without: dict = {
+        key: values[4:] if key in ("environment_reward", "environment_failed") else [values[4 + i] for i in kept]
+        for key, values in rows.items()
+    }
+    without |= {"episode": kept, "absent": failed}
+    without = {key: values for key, values in without.items() if key not in ("tree", "num_turns")}
+
     after = {}
-    for name, prompts, first in (("with", PROMPTS, 0), ("without", PROMPTS[1:], 4)):
-        part = {key: values[first:] for key, values in rows.items()}
+    for name, prompts, part in (("with", PROMPTS, rows), ("without", PROMPTS[1:], without)):
         trainer = make_trainer(
-            lambda *_, part=part: part, prompts, score, loss_type="dapo", optim="sgd", tree_credit=credit
+            lambda *_, part=part: part, prompts, score, loss_type=loss_type, optim="sgd", tree_credit=credit
         )
         start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
         trainer.train()

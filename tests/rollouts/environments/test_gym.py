@@ -52,6 +52,31 @@ def test_an_episode():
     assert short._env.is_closed
 
 
+@pytest.mark.parametrize(
+    ("method", "result", "message"),
+    [
+        ("reset", "ab", r"reset to return \(observation, info\), as Gymnasium's, got 'ab'"),
+        ("reset", ("a", "b"), "a mapping as info, got 'b'"),
+        ("step", ("a", 1.0, True, {}), r"terminated, truncated, info\), as Gymnasium's, got \('a', 1.0, True"),
+        ("step", None, "got None"),
+    ],
+)
+def test_the_older_interface_is_said(method, result, message):
+    """Two characters, or numbers, are no observation with its info."""
+    game = environment()
+    game.reset("", seed=0)
+    setattr(game._env, method, lambda *_, **__: result)
+    with pytest.raises(ContractError, match=message):
+        game.step("up") if method == "step" else game.reset("", seed=0)
+
+
+def test_prompts_of_blocks():
+    """The observation is one more."""
+    blocks = [{"type": "text", "text": "Climb."}]
+    message = environment().reset([{"role": "user", "content": blocks}], seed=0)[0]
+    assert message["content"] == [*blocks, {"type": "text", "text": "\n\nat 0, goal 2"}]
+
+
 def test_prompts_of_messages_and_none():
     """The first observation goes on where the prompt ends."""
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "Climb."}]

@@ -5,6 +5,7 @@ from support.engines import SeededEngine
 from support.sampling import beginnings, tree_sampler
 
 from harts_hf.rollouts import EntropyForks, ReplayedEnvironment, TurnForks
+from harts_hf.rollouts.environment import StepResult
 from harts_hf.rollouts.environments.failures import ReplayError
 from harts_hf.rollouts.environments.shelf import ShelfEnvironment
 
@@ -83,3 +84,29 @@ def test_another_answer_says_where():
         ReplayError, match=r"Drifts to be deterministic.* from step of turn 0 .*words 2 lamp.*words 1 lamp"
     ):
         environment.step("go s1")
+
+
+class Appends(ShelfEnvironment):
+    """Adds to the messages of its row, and returns them."""
+
+    takes_messages = True
+
+    def reset(self, prompt, *, seed):
+        prompt.append({"role": "user", "content": f"{len(prompt)}"})
+        return prompt
+
+    def step(self, action):
+        return StepResult("more", done=False)
+
+    @property
+    def reward(self):
+        return 1.0
+
+
+def test_a_row_that_the_environment_writes_into():
+    """It is played again with the row as it was."""
+    game = ReplayedEnvironment(Appends)
+    said = game.begin({"prompt": [{"role": "user", "content": "go"}]}, seed=0)
+    said[0]["content"] = "changed by whoever writes it"
+    twin = game.fork()
+    assert game.step("on") == twin.step("on") == ("more", False)

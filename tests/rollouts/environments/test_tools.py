@@ -306,6 +306,27 @@ class Shows(Counter):
         return [{"type": "image", "image": "pixels"}]
 
 
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ({"type": "function"}, "A tool call without a name"),
+        ({"type": "function", "function": {"arguments": {}}}, "A tool call without a name"),
+        ({"type": "function", "function": {"name": ["add"], "arguments": {}}}, "A tool call without a name"),
+        ("add", "A tool call without a name"),
+        ({"type": "function", "function": {"name": "add"}}, "'arguments'"),
+        ({"type": "function", "function": {"name": "add", "arguments": [1]}}, "must be a mapping, not list"),
+        ({"type": "retrieval"}, "Unsupported tool call type: retrieval"),
+    ],
+)
+def test_calls_that_are_not_whole_are_answered(made, message):
+    """They are what the policy wrote: no failure of the environment, which would cost the episode its reward."""
+    game = ToolEnvironment(Counter)
+    game.reset("Count.", seed=0)
+    (answer,), is_over = game.step({"role": "assistant", "content": "", "tool_calls": [made]})
+    assert answer["role"] == "tool" and "error" in answer["content"] and message in answer["content"] and not is_over
+    assert isinstance(answer["name"], str) and game.reward == 0
+
+
 def test_images_are_not_taken():
     """They fail the episode, and it is said which content came."""
     script = lambda *_: f"{call('look')}{END}"  # noqa: E731

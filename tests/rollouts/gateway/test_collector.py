@@ -301,6 +301,7 @@ def test_a_failure_costs_its_episode(trainer, collect, caplog, how):
         out = collector(PROMPTS, trainer)
     assert out["agent_reward"][0] is None and None not in out["agent_reward"][1:]
     assert out["episode"] == [1, 2, 3, 4, 5] and len(out["tree"]) == len(out["num_turns"]) == 6
+    assert out["absent"] == [True, *[False] * 5]  # in no loss, those that average over rows included
     assert collector.last_metrics[f"agent/failed/{FAILURES[how]}"] == 1
     assert collector.last_metrics["agent/failed"] == pytest.approx(1 / 6)
     logged = "1 episodes have no reward" if how == "rewards nan" else f"of episode 0 failed ({FAILURES[how]})"
