@@ -25,6 +25,7 @@ METRICS = {
     "forward_tokens",
     "backward_tokens",
     "expanded_tokens",
+    "unique_tokens",
     "replay_tokens",
     "limits_raised",
     "linear_calls",
