@@ -3,28 +3,25 @@
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import nn
 
 from harts_hf.modeling import patch
 from harts_hf.modeling.checks import check_trainable
 from harts_hf.trainers.policy import TreePolicy
+from harts_hf.trainers.precision import keep_answers_wide
 from harts_hf.trainers.refusals import AUX_LOSS_MESSAGE, check_settings, check_trl_version
-from harts_hf.trainers.resuming import load_weights
+from harts_hf.trainers.resuming import TreeCheckpoints
+from harts_hf.trainers.zero3 import gather_whole_layers
 
 
-class TreeHooks:
+class TreeHooks(TreeCheckpoints):
     """Mixin that stands *above* a TRL trainer in the MRO and lets it see a policy that runs on rollout trees.
 
     Overrides the one method through which TRL's losses see a policy; nothing of a loss is copied.
     """
 
     # What TRL's trainer sets.
-    model: Any
-    args: Any
-    accelerator: Any
     temperature: float
-    state: Any
     ref_model: Any
 
     # The trainer's configuration class; a plain TRL one would lack the tree options.
@@ -48,10 +45,17 @@ class TreeHooks:
         """After TRL's own beginning: refuses, then patches."""
         check_settings(self)
         patch(self.model)
+        gather_whole_layers(self.model, self.accelerator)
         reference = getattr(self, "ref_model", None)
         if reference is not None:
             patch(self.accelerator.unwrap_model(reference))
         self._tree: Any = policy_class(self)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Trainer's; before any model is prepared, so that a reference model is treated as the policy is."""
+        parent: Any = super()
+        parent.create_accelerator_and_postprocess()
+        keep_answers_wide(self.accelerator)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -94,20 +98,3 @@ class TreeHooks:
         self._tree.slices.clear()
         parent: Any = super()
         return parent.train(*args, **kwargs)
-
-    def _load_best_model(self) -> None:
-        """Trainer's, but whole models are loaded with the names that they were saved under."""
-        parent: Any = super()
-        if not self._loads_itself(self.model, self.state.best_model_checkpoint):
-            parent._load_best_model()
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Trainer's, but whole models are loaded with the names that they were saved under."""
-        parent: Any = super()
-        target = self.model if model is None else model
-        if not self._loads_itself(target, resume_from_checkpoint):
-            parent._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _loads_itself(self, target: Any, folder: str) -> bool:
-        sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        return not sharded and not hasattr(target, "peft_config") and load_weights(target, folder)
