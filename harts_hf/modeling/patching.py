@@ -15,6 +15,7 @@ from harts_hf.modeling.forwards import check_head, has_tree_head, head_forward, 
 from harts_hf.modeling.fused import FusedModule, find_fused
 from harts_hf.modeling.mixers import TreeMixer, tree_attention_class, tree_linear_class
 from harts_hf.modeling.outputs import HEAD_VALUES, RowValue, Sum
+from harts_hf.modeling.routers import router_outputs
 
 
 def patch(model: nn.Module) -> nn.Module:
@@ -45,7 +46,7 @@ def patch(model: nn.Module) -> nn.Module:
         module.__class__ = tree_class
     _install(base.get_output_embeddings(), head_forward)
     _install(base, tree_forward)
-    base._harts_outputs = {}
+    base._harts_outputs = router_outputs(base)
     return model
 
 

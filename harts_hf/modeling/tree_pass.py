@@ -1,5 +1,7 @@
 """What one forward of a patched model is given: a microbatch, what is wanted of it, and the run that it is part of."""
 
+import torch
+
 from harts_hf.batch import LabelTable, RowTable, TreeBatch
 from harts_hf.modeling.handoff import Handoff
 
@@ -46,6 +48,8 @@ class TreePass:
         handoff: the store of the running window; None where nothing is handed over.
         deterministic: whether attention on a GPU has to be bitwise reproducible.
         fused_modules: whether norms, gates and experts on a GPU run as single operations.
+        slice_counts: ``[K, N]`` float64, how many trajectories of each slice of an update pass through each row, 0
+            where another microbatch owns the row; all trajectories are one slice if None.
     """
 
     def __init__(
@@ -56,9 +60,11 @@ class TreePass:
         handoff: Handoff | None = None,
         deterministic: bool = False,
         fused_modules: bool = True,
+        slice_counts: torch.Tensor | None = None,
     ) -> None:
         self.batch = batch
         self.wanted = wanted
         self.handoff = handoff
         self.deterministic = deterministic
         self.fused_modules = fused_modules
+        self.slice_counts = batch.occurrence_counts.double() if slice_counts is None else slice_counts

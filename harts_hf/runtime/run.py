@@ -16,6 +16,7 @@ from harts_hf.runtime.guard import ModelGuard
 from harts_hf.runtime.lives import count_readers, handoff_lives
 from harts_hf.runtime.ops import Mode, ops_of
 from harts_hf.runtime.ranks import Ranks
+from harts_hf.runtime.slices import SliceTable
 from harts_hf.runtime.values import TreeValues, asked
 from harts_hf.runtime.window import TreeWindow
 
@@ -68,6 +69,7 @@ class WindowRun:
         window: on the model's device.
         options: how forwards run.
         ranks: the processes; a collective is run at once if there are several that plan their own.
+        slices: which slices the window's trajectories belong to, for sums by slice; they are one slice if None.
         mode: "train" for :meth:`score` and :meth:`backward`; "score" for :meth:`score` alone; "unscored" for
             :meth:`backward_unscored` alone.
 
@@ -85,9 +87,10 @@ class WindowRun:
         options: RunOptions | None = None,
         *,
         ranks: Ranks | None = None,
+        slices: SliceTable | None = None,
         mode: Mode = "train",
     ) -> None:
-        self.model, self.window = model, window
+        self.model, self.window, self._slices = model, window, slices
         self.options, self.ranks = options or RunOptions(), ranks or Ranks()
         self.handoff = Handoff(
             count_readers(window.batches), offload=self.options.offload, expand_latents=self.options.expand_latents
@@ -96,6 +99,7 @@ class WindowRun:
         self._ops, self._num_scoring = ops_of(window, mode, self.ranks)
         self._lives = handoff_lives(self._ops, window.batches)
         self._answers: dict[int, list[_Answered]] = {}  # of dummies, several at a time
+        self._slice_counts: dict[int, torch.Tensor] = {}
         self._scores: TreeValues | None = None
         self._mode = mode
         self._begun: set[str] = set()
@@ -165,7 +169,12 @@ class WindowRun:
         self._train(coefficients, backward, coefficients.names, coefficients.is_nonzero())
 
     def backward_unscored(
-        self, coefficients: TreeValues, wanted: Masks, backward: Backward | None = None
+        self,
+        coefficients: TreeValues,
+        wanted: Masks,
+        backward: Backward | None = None,
+        *,
+        sums: tuple[str, ...] = (),
     ) -> TreeValues:
         """The schedule without a scoring pass, for coefficients that do not depend on what is scored.
 
@@ -173,16 +182,17 @@ class WindowRun:
             coefficients: derivatives of the loss, on the model's device.
             wanted: by name, ``[N]`` bool, rows whose values are asked for, among them every row with a coefficient.
             backward: called with each microbatch's scalar; the ranks' if None.
+            sums: names of sums without coefficients that are asked for.
 
         Returns:
-            Values of the wanted rows, 0 elsewhere, and the sums that have coefficients.
+            Values of the wanted rows, 0 elsewhere, and the sums that have coefficients or are asked for.
 
         Raises:
             RuntimeError: a second call, or a run whose mode is not "unscored".
             ModelChangedError: the model was changed since the first forward; see :mod:`harts_hf.runtime.guard`.
         """
         self._begin("backward", ("unscored",))
-        self._train(coefficients, backward, (*wanted, *coefficients.sums), wanted)
+        self._train(coefficients, backward, (*wanted, *coefficients.sums, *sums), wanted)
         return self.scores
 
     def _train(
@@ -239,6 +249,7 @@ class WindowRun:
             handoff=self.handoff if batch.imports or batch.exports else None,
             deterministic=options.deterministic,
             fused_modules=options.fused_modules,
+            slice_counts=self._counts_by_slice(index),
         )
         self.handoff.keeping = self._lives.keeps[position]
         # Triton launches on the current GPU, wherever its arguments are (autograd sets it for backwards itself).
@@ -272,6 +283,18 @@ class WindowRun:
 
     def _batch(self, index: int) -> TreeBatch:
         return self.window.dummy if index == DUMMY else self.window.batches[index]
+
+    def _counts_by_slice(self, index: int) -> torch.Tensor | None:
+        if self._slices is None:
+            return None
+        if index not in self._slice_counts:
+            counts = (
+                torch.zeros(self._slices.count, self.window.dummy.num_rows, dtype=torch.float64)
+                if index == DUMMY
+                else self._slices.counts(self.window.tree, self.window.part.microbatches[index])
+            )
+            self._slice_counts[index] = counts.to(self._batch(index).device)
+        return self._slice_counts[index]
 
     def _drop(self, position: int) -> None:
         for trunk in self._lives.drops[position]:

@@ -19,6 +19,7 @@ from harts_hf.runtime.placing import PLACEMENTS, Placement, PlacementChoice, pla
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.ranks import Ranks
 from harts_hf.runtime.run import RunOptions, WindowRun
+from harts_hf.runtime.slices import SliceTable
 from harts_hf.runtime.values import TreeValues
 from harts_hf.runtime.window import TreeWindow
 from harts_hf.tree import IntArray
@@ -63,6 +64,7 @@ class UpdateReport:
         seconds: of ``planning``, ``scoring``, ``backward``; on several ranks, ``exchange`` is the part of them in
             which ranks exchanged numbers and waited for one another outside forwards and backwards.
         exchanged_bytes: what this rank got from the others: token ids, values, coefficients.
+        sums: over the trajectories of all ranks, of the names that were observed.
     """
 
     loss: torch.Tensor
@@ -74,6 +76,7 @@ class UpdateReport:
     recompute_difference: float
     seconds: dict[str, float] = field(default_factory=dict)
     exchanged_bytes: int = 0
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class TreeUpdate:
@@ -115,7 +118,7 @@ class TreeUpdate:
         self.device = next(model.parameters()).device if device is None else device
 
     def score(self, rows: SliceRows, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Values of one slice in the shapes of its index, without gradients.
+        """Values of one slice in the shapes of its index, and sums over its trajectories, without gradients.
 
         On several processes, each scores its own, in as many forwards as the one that has most.
         """
@@ -125,7 +128,7 @@ class TreeUpdate:
             index = rows.index([window.tree.path(number) for number in range(len(trajectories))])
         with self._together_if_alone():
             scores = self._run(window.to(self.device), "score").score(names)
-        return {name: spread(scores.rows[name], index[name]) for name in names}
+        return {name: spread(value, index[name]) for name, value in scores.rows.items()} | scores.sums
 
     def run(
         self,
@@ -134,6 +137,7 @@ class TreeUpdate:
         loss: Callable[[Slice, Leaves], torch.Tensor],
         *,
         names: tuple[str, ...] = LABEL_VALUES,
+        observed: tuple[str, ...] = (),
         unscored: Unscored = "never",
         reason: str = "loss",
         probing: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -144,10 +148,13 @@ class TreeUpdate:
         Args:
             slices: whatever ``rows_of`` and ``loss`` understand; at least one. They are taken in order.
             rows_of: the trajectories of a slice and where its values lie on them, as a :class:`SliceRows`.
-            loss: of a slice and its values (by name, in the shapes of its index) a scalar. Sums are those of the whole
-                window, the same for every slice: a loss of several slices takes its own part of them. It may be called
-                several times for a slice, the last time on true values.
+            loss: of a slice and its values (by name, in the shapes of its index) a scalar. Sums are over the
+                trajectories of all slices of all ranks, the same for every slice: a loss of several slices takes its
+                own part of them. Of a sum by slice (:attr:`harts_hf.modeling.TreePass.slice_counts`), entry
+                ``r * len(slices) + i`` is that of slice ``i`` of rank ``r``. It may be called several times for a
+                slice, the last time on true values.
             names: of the values and sums that the loss reads.
+            observed: of sums that no loss reads and the report has; they never take a scoring pass.
             unscored: whether the loss's derivatives can be known without the values: "always", where they depend on
                 none (supervised training); "never"; or "probe", where they are believed not to, which is then tried on
                 placeholders. If they can be, on every process, and the plan is cut, in the nested execution, the
@@ -162,9 +169,8 @@ class TreeUpdate:
 
         Raises:
             ValueError: no slices, a name that the slices' index lacks, a loss that reaches trainable tensors other
-                than its values or depends on none of them, trajectories that cannot be planned, sums in local
-                placement on several processes; after the backward, a loss with ``unscored="always"`` whose
-                derivatives depend on values.
+                than its values or depends on none of them, trajectories that cannot be planned; after the backward, a
+                loss with ``unscored="always"`` whose derivatives depend on values.
             OtherRankError: another process raised any of these, or another error outside a forward or backward.
         """
         if not slices:
@@ -187,7 +193,7 @@ class TreeUpdate:
             ranks,
             choice=self.placement,
             can_skip_scoring=needed_by is None,
-            names=names,
+            names=(*names, *observed),
         )
         window = placed.window.to(self.device)
         seconds = {"planning": time.perf_counter() - started}
@@ -200,13 +206,22 @@ class TreeUpdate:
                     f"expected names that the slices' index has with unscored={unscored!r}, got {', '.join(missing)} "
                     f"besides {', '.join(indices[0])} (sums are known after scoring only)"
                 )
-            if missing and ranks.count > 1 and placed.placement == "local":
-                raise ValueError(
-                    "expected values per row with several processes in local placement, got the sums "
-                    f"{', '.join(missing)}: use placement='global'"
-                )
+        table = None
+        if missing or observed:
+            sizes = [len(part) for part in trajectories]
+            is_global = placed.placement == "global"
+            number = window.tree.num_trajectories
+            table = SliceTable.of(sizes, ranks, is_global=is_global, num_trajectories=number)
         job = _Job(
-            slices, indices, loss, names, window, self._like(), self.device if loss_device is None else loss_device
+            slices=slices,
+            indices=indices,
+            loss=loss,
+            names=names,
+            observed=observed,
+            window=window,
+            table=table,
+            like=self._like(),
+            loss_device=self.device if loss_device is None else loss_device,
         )
         shared = ranks if placed.placement == "global" else Ranks()
         coefficients = None
@@ -214,9 +229,9 @@ class TreeUpdate:
             coefficients = self._known_coefficients(job, shared, probing, compare=unscored == "probe")
             needed_by = None if coefficients is not None else "loss_of_log_probs"
         if coefficients is None:
-            total, difference = self._scored(job, shared, seconds)
+            total, scores, difference = self._scored(job, shared, seconds)
         else:
-            total = self._unscored(job, shared, coefficients, seconds, on_trust=unscored == "always")
+            total, scores = self._unscored(job, shared, coefficients, seconds, on_trust=unscored == "always")
             difference = 0.0
         if ranks.count > 1:
             seconds["exchange"] = ranks.exchange_seconds - seconds_before
@@ -230,6 +245,7 @@ class TreeUpdate:
             recompute_difference=difference,
             seconds=seconds,
             exchanged_bytes=ranks.exchanged_bytes - bytes_before,
+            sums={name: scores.sums[name] for name in observed},
         )
 
     def _agreed_reason(self, own: str, num_slices: int) -> str | None:
@@ -266,31 +282,39 @@ class TreeUpdate:
         dtype = next(self.model.parameters()).dtype
         return torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=self.device)
 
-    def _run(self, window: TreeWindow, mode: Mode) -> WindowRun:
-        return WindowRun(self.model, window, self.options, ranks=self.ranks, mode=mode)
+    def _run(self, window: TreeWindow, mode: Mode, slices: SliceTable | None = None) -> WindowRun:
+        return WindowRun(self.model, window, self.options, ranks=self.ranks, slices=slices, mode=mode)
 
-    def _scored(self, job: "_Job", shared: Ranks, seconds: dict[str, float]) -> tuple[torch.Tensor, float]:
+    def _add_up(self, values: TreeValues, shared: Ranks) -> TreeValues:
+        """Values per row over the ranks that share the window; sums over all ranks, whoever computed them."""
+        rows = add_up_values(TreeValues(rows=values.rows), shared).rows
+        return TreeValues(rows=rows, sums=add_up_values(TreeValues(sums=values.sums), self.ranks).sums)
+
+    def _scored(
+        self, job: "_Job", shared: Ranks, seconds: dict[str, float]
+    ) -> tuple[torch.Tensor, TreeValues, float]:
         started = time.perf_counter()
-        run = self._run(job.window, "train")
+        run = self._run(job.window, "train", job.table)
         with self._together_if_alone():
-            scores = run.score(job.names)
-        scores = add_up_values(scores, shared)
+            scores = run.score((*job.names, *job.observed))
+        scores = self._add_up(scores, shared)
         seconds["scoring"] = time.perf_counter() - started
         with self.ranks.together():
             total, coefficients = job.loss_and_coefficients(scores)
-        coefficients = add_up_values(coefficients, shared)
+        coefficients = self._add_up(coefficients, shared)
         started = time.perf_counter()
         run.backward(coefficients)
         seconds["backward"] = time.perf_counter() - started
-        return total, run.recompute_difference
+        return total, scores, run.recompute_difference
 
     def _unscored(
         self, job: "_Job", shared: Ranks, coefficients: TreeValues, seconds: dict[str, float], *, on_trust: bool
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, TreeValues]:
         """The schedule with coefficients that are known before, then the loss on the true values."""
         started = time.perf_counter()
-        run = self._run(job.window, "unscored")
-        scores = add_up_values(run.backward_unscored(coefficients, any_of_ranks(job.wanted(), shared)), shared)
+        run = self._run(job.window, "unscored", job.table)
+        wanted = any_of_ranks(job.wanted(), shared)
+        scores = self._add_up(run.backward_unscored(coefficients, wanted, sums=job.observed), shared)
         seconds |= {"scoring": 0.0}
         if on_trust:
             with self.ranks.together():
@@ -305,24 +329,22 @@ class TreeUpdate:
             with self.ranks.together(), torch.no_grad():
                 total = torch.stack(job.losses(job.leaves(scores))).sum()
         seconds |= {"backward": time.perf_counter() - started}
-        return total
+        return total, scores
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Job:
     """The slices of one update on their window: leaves, losses, derivatives."""
 
-    def __init__(
-        self,
-        slices: Sequence[Any],
-        indices: Sequence[Index],
-        loss: Callable[[Any, Leaves], torch.Tensor],
-        names: tuple[str, ...],
-        window: TreeWindow,
-        like: torch.Tensor,
-        loss_device: torch.device | str,
-    ) -> None:
-        self.slices, self.indices, self.loss, self.names = slices, indices, loss, names
-        self.window, self.like, self.loss_device = window, like, loss_device
+    slices: Sequence[Any]
+    indices: Sequence[Index]
+    loss: Callable[[Any, Leaves], torch.Tensor]
+    names: tuple[str, ...]
+    observed: tuple[str, ...]
+    window: TreeWindow
+    table: SliceTable | None
+    like: torch.Tensor
+    loss_device: torch.device | str
 
     def leaves(self, values: TreeValues) -> list[dict[str, torch.Tensor]]:
         """What the loss of each slice is given, on its device.
@@ -340,7 +362,7 @@ class _Job:
         rows = {name: value.to(self.loss_device) for name, value in values.rows.items()}
         return [
             {name: spread(value, index[name]) for name, value in rows.items()}
-            | {name: value.to(self.loss_device, copy=True) for name, value in values.sums.items()}
+            | {k: value.to(self.loss_device, copy=True) for k, value in values.sums.items() if k in self.names}
             for index in self.indices
         ]
 
@@ -372,6 +394,7 @@ class _Job:
                     (one[name].to(value.device) for one in gradients if one[name] is not None), torch.zeros_like(value)
                 )
                 for name, value in values.sums.items()
+                if name in self.names and name not in WITHOUT_GRADIENT
             },
         )
         return torch.stack([loss.detach() for loss in losses]).sum(), coefficients
