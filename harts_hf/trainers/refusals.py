@@ -14,6 +14,7 @@ from harts_hf.errors import HartsWarning, UnsupportedModelError
 from harts_hf.modeling.checks import REENTRANT_MESSAGE, check_experts, check_parallel_sizes
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.ranks import check_backend
+from harts_hf.trainers.zero3 import gathers_whole_layers
 
 TRL_RANGE = ("1.16", "1.17")
 AUX_LOSS_MESSAGE = (
@@ -77,7 +78,8 @@ def check_settings(trainer: Any) -> None:
     check_parallel_sizes(
         {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
     )
-    check_experts(causal_lm_of(trainer.model), zero3=is_deepspeed_zero3_enabled())
+    by_module = is_deepspeed_zero3_enabled() and not gathers_whole_layers(trainer.model, trainer.accelerator)
+    check_experts(causal_lm_of(trainer.model), zero3=by_module)
     kwargs = args.gradient_checkpointing_kwargs or {}
     # They step inside the backward, so several times in a window of several microbatches.
     optimizers = [name for name in OptimizerNames if name.endswith(("lomo", "layerwise"))]
