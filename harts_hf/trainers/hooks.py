@@ -7,11 +7,16 @@ from torch import nn
 
 from harts_hf.modeling import patch
 from harts_hf.modeling.checks import check_trainable
+from harts_hf.trainers.loading import load_tokenizer, loading_text_models
 from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.precision import keep_answers_wide
 from harts_hf.trainers.refusals import AUX_LOSS_MESSAGE, check_settings, check_trl_version
 from harts_hf.trainers.resuming import TreeCheckpoints
+from harts_hf.trainers.sampling import check_sampling
 from harts_hf.trainers.zero3 import gather_whole_layers
+
+# TRL's positional arguments before processing_class: a model, its arguments, another, two data sets.
+_BEFORE_PROCESSING_CLASS = 5
 
 
 class TreeHooks(TreeCheckpoints):
@@ -28,8 +33,8 @@ class TreeHooks(TreeCheckpoints):
     _config_class: type
 
     def __init__(self, model: Any, reward_funcs: Any, args: Any = None, *more: Any, **kwargs: Any) -> None:
-        parent: Any = super()
-        parent.__init__(model, reward_funcs, self._checked_arguments(args), *more, **kwargs)
+        self._begin_trl(super(), model, reward_funcs, self._checked_arguments(args), *more, **kwargs)
+        check_sampling(self)
         self._begin_tree(TreePolicy)
 
     def _checked_arguments(self, args: Any) -> Any:
@@ -40,6 +45,21 @@ class TreeHooks(TreeCheckpoints):
         if not isinstance(args, self._config_class):
             raise ValueError(f"expected args to be a {self._config_class.__name__}, got {type(args).__name__}")
         return args
+
+    def _begin_trl(self, trl_trainer: Any, *positional: Any, **kwargs: Any) -> None:
+        """TRL's own beginning, on the text model of a multimodal checkpoint.
+
+        Args:
+            trl_trainer: whose constructor runs: a class, or ``super()``.
+            positional: model, what stands between it and the data sets in that class, and what follows; the trainer's
+                arguments are among them.
+            kwargs: of the constructor.
+        """
+        model, args = positional[0], next(one for one in positional if isinstance(one, self._config_class))
+        if len(positional) < _BEFORE_PROCESSING_CLASS + 1 and kwargs.get("processing_class") is None:
+            kwargs["processing_class"] = load_tokenizer(model, args)
+        with loading_text_models(type(self)):
+            trl_trainer.__init__(*positional, **kwargs)
 
     def _begin_tree(self, policy_class: type[TreePolicy]) -> None:
         """After TRL's own beginning: refuses, then patches."""

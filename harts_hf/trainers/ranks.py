@@ -26,7 +26,7 @@ ROOM = 64
 EXACT = 2**53  # what float64 holds
 
 
-def check_backend(accelerator: Any, execution: str) -> None:
+def check_backend(accelerator: Any) -> None:
     """Raises UnsupportedModelError for a way of running processes that is not supported."""
     kind = accelerator.distributed_type
     if accelerator.num_processes == 1:
@@ -115,6 +115,8 @@ class AccelerateRanks(Ranks):
             self._meet(PLACES * self._depth + DONE)
         finally:
             self._depth -= 1
+            if not self._depth:
+                self._told = None  # its traceback holds the step's tensors
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
