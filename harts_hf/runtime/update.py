@@ -290,9 +290,7 @@ class TreeUpdate:
         rows = add_up_values(TreeValues(rows=values.rows), shared).rows
         return TreeValues(rows=rows, sums=add_up_values(TreeValues(sums=values.sums), self.ranks).sums)
 
-    def _scored(
-        self, job: "_Job", shared: Ranks, seconds: dict[str, float]
-    ) -> tuple[torch.Tensor, TreeValues, float]:
+    def _scored(self, job: "_Job", shared: Ranks, seconds: dict[str, float]) -> tuple[torch.Tensor, TreeValues, float]:
         started = time.perf_counter()
         run = self._run(job.window, "train", job.table)
         with self._together_if_alone():
