@@ -32,8 +32,10 @@ HEAD_VALUES = (LOG_PROB, ENTROPY, IS_TOP1)
 # Sums of a model's routers; see harts_hf.modeling.routers.
 ROUTER_PROBABILITIES = "router_probabilities"
 ROUTER_CHOICES = "router_choices"
+EXPERT_LOAD = "expert_load"
+ROUTER_ENTROPY = "router_entropy"
 # Values and sums that losses are computed with, but not differentiated by.
-WITHOUT_GRADIENT = (IS_TOP1, ROUTER_CHOICES)
+WITHOUT_GRADIENT = (IS_TOP1, ROUTER_CHOICES, EXPERT_LOAD, ROUTER_ENTROPY)
 # Those that losses of reinforcement learning read.
 LABEL_VALUES = (LOG_PROB, ENTROPY)
 

@@ -7,7 +7,16 @@ name                      shape         sum over layers and tokens of
 ``router_choices``        ``[K, E]``    1 for each of the k largest of them; has no gradient
 ========================  ============  ==========================================================================
 
-``K`` slices of an update (:attr:`harts_hf.modeling.TreePass.slice_counts`), ``E`` experts. The load-balancing loss of
+========================  ============  ==========================================================================
+name                      shape         sum over tokens of
+========================  ============  ==========================================================================
+``expert_load``           ``[L, E]``    1 for each expert that a token went to; has no gradient
+``router_entropy``        ``[L]``       the entropy of the router's scores, in nats; has no gradient
+========================  ============  ==========================================================================
+
+``K`` slices of an update (:attr:`harts_hf.modeling.TreePass.slice_counts`), ``E`` experts, ``L`` layers with a router.
+Where routers choose by other numbers than ``softmax(logits)`` (by sigmoids, a bias, groups), the load counts what they
+chose, the choices of the auxiliary loss do not. The load-balancing loss of
 the Switch Transformer (arXiv 2101.03961, equations 4 to 6), as Transformers and TRL compute it, is a function of the
 two (:func:`load_balancing_loss`), so it is the same for every split into microbatches and over ranks.
 """
@@ -17,10 +26,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from harts_hf.modeling.outputs import ROUTER_CHOICES, ROUTER_PROBABILITIES, Sum
+from harts_hf.modeling.outputs import EXPERT_LOAD, ROUTER_CHOICES, ROUTER_ENTROPY, ROUTER_PROBABILITIES, Sum
+from harts_hf.modeling.routing import find_routers
 from harts_hf.modeling.tree_pass import TreePass
 
 ROUTER_SUMS = (ROUTER_PROBABILITIES, ROUTER_CHOICES)
+LOAD_SUMS = (EXPERT_LOAD, ROUTER_ENTROPY)
 
 
 def router_outputs(model: Any) -> dict[str, Sum]:
@@ -35,19 +46,23 @@ def router_outputs(model: Any) -> dict[str, Sum]:
     def choices(output: Any, harts: TreePass) -> torch.Tensor:
         return _over_layers([logits.detach() for logits in output.router_logits], harts, lambda p: largest(p, top_k))
 
-    functions = {ROUTER_PROBABILITIES: probabilities, ROUTER_CHOICES: choices}
-    return {
-        name: Sum(name=name, compute=compute, base_arguments={"output_router_logits": True})
-        for name, compute in functions.items()
-    }
+    asks = {"output_router_logits": True}
+    sums = (
+        Sum(name=ROUTER_PROBABILITIES, compute=probabilities, base_arguments=asks),
+        Sum(name=ROUTER_CHOICES, compute=choices, base_arguments=asks),
+        Sum(name=EXPERT_LOAD, compute=lambda _, harts: _stacked(harts.routes.load)),
+        Sum(name=ROUTER_ENTROPY, compute=lambda _, harts: _stacked(harts.routes.entropy)),
+    )
+    return {one.name: one for one in sums}
 
 
 def has_routers(model: nn.Module) -> bool:
-    """Whether a causal language model has routed experts and says what their routers computed."""
-    config: Any = model.config
-    return hasattr(config, "output_router_logits") and any(
-        type(module).__name__.endswith("Experts") for module in model.modules()
-    )
+    """Whether a causal language model has routed experts."""
+    return bool(find_routers(model))
+
+
+def _stacked(by_router: dict[int, torch.Tensor]) -> torch.Tensor:
+    return torch.stack([by_router[number] for number in sorted(by_router)])
 
 
 def _over_layers(logits: Any, harts: TreePass, of: Any) -> torch.Tensor:

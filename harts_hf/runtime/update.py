@@ -65,6 +65,8 @@ class UpdateReport:
             which ranks exchanged numbers and waited for one another outside forwards and backwards.
         exchanged_bytes: what this rank got from the others: token ids, values, coefficients.
         sums: over the trajectories of all ranks, of the names that were observed.
+        routing_flips: of the choices of experts that were replayed here, how many a router would have made otherwise,
+            and of how many.
     """
 
     loss: torch.Tensor
@@ -77,6 +79,7 @@ class UpdateReport:
     seconds: dict[str, float] = field(default_factory=dict)
     exchanged_bytes: int = 0
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    routing_flips: tuple[int, int] = (0, 0)
 
 
 class TreeUpdate:
@@ -90,6 +93,7 @@ class TreeUpdate:
         device: where windows are computed; where the model's first parameter is if None.
         placement: on several processes, whether the trajectories of all of them make one forest that they share
             ("global"), each computes its own ("local"), or what the cost model estimates to be faster ("auto").
+        observed: names of sums that no loss reads and reports have; they never take a scoring pass.
 
     Raises:
         ValueError: another placement, or a planner for several ranks.
@@ -104,6 +108,7 @@ class TreeUpdate:
         ranks: Ranks | None = None,
         device: torch.device | str | None = None,
         placement: PlacementChoice = "auto",
+        observed: tuple[str, ...] = (),
     ) -> None:
         if placement not in PLACEMENTS:
             raise ValueError(f"expected placement to be one of {', '.join(PLACEMENTS)}, got {placement!r}")
@@ -113,6 +118,7 @@ class TreeUpdate:
                 f"world_size={planner.config.world_size}"
             )
         self.placement: PlacementChoice = placement
+        self.observed = observed
         self.model, self.planner, self.options = model, planner, options or RunOptions()
         self.ranks = ranks or Ranks()
         self.device = next(model.parameters()).device if device is None else device
@@ -137,7 +143,6 @@ class TreeUpdate:
         loss: Callable[[Slice, Leaves], torch.Tensor],
         *,
         names: tuple[str, ...] = LABEL_VALUES,
-        observed: tuple[str, ...] = (),
         unscored: Unscored = "never",
         reason: str = "loss",
         probing: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -154,7 +159,6 @@ class TreeUpdate:
                 ``r * len(slices) + i`` is that of slice ``i`` of rank ``r``. It may be called several times for a
                 slice, the last time on true values.
             names: of the values and sums that the loss reads.
-            observed: of sums that no loss reads and the report has; they never take a scoring pass.
             unscored: whether the loss's derivatives can be known without the values: "always", where they depend on
                 none (supervised training); "never"; or "probe", where they are believed not to, which is then tried on
                 placeholders. If they can be, on every process, and the plan is cut, in the nested execution, the
@@ -180,7 +184,7 @@ class TreeUpdate:
                 f"expected a tuple of names and unscored to be one of {', '.join(get_args(Unscored))}, got {names!r} "
                 f"and {unscored!r}"
             )
-        ranks, started = self.ranks, time.perf_counter()
+        ranks, observed, started = self.ranks, self.observed, time.perf_counter()
         bytes_before, seconds_before = ranks.exchanged_bytes, ranks.exchange_seconds
         with ranks.together():
             rows = [rows_of(one) for one in slices]
@@ -229,10 +233,9 @@ class TreeUpdate:
             coefficients = self._known_coefficients(job, shared, probing, compare=unscored == "probe")
             needed_by = None if coefficients is not None else "loss_of_log_probs"
         if coefficients is None:
-            total, scores, difference = self._scored(job, shared, seconds)
+            total, scores, run = self._scored(job, shared, seconds)
         else:
-            total, scores = self._unscored(job, shared, coefficients, seconds, on_trust=unscored == "always")
-            difference = 0.0
+            total, scores, run = self._unscored(job, shared, coefficients, seconds, on_trust=unscored == "always")
         if ranks.count > 1:
             seconds["exchange"] = ranks.exchange_seconds - seconds_before
         return UpdateReport(
@@ -242,10 +245,11 @@ class TreeUpdate:
             limits_raised=window.schedule.config != placed.planner.config,
             scoring_skipped=coefficients is not None,
             scoring_needed_by=needed_by,
-            recompute_difference=difference,
+            recompute_difference=run.recompute_difference,
             seconds=seconds,
             exchanged_bytes=ranks.exchanged_bytes - bytes_before,
             sums={name: scores.sums[name] for name in observed},
+            routing_flips=run.routing_flips,
         )
 
     def _agreed_reason(self, own: str, num_slices: int) -> str | None:
@@ -290,7 +294,9 @@ class TreeUpdate:
         rows = add_up_values(TreeValues(rows=values.rows), shared).rows
         return TreeValues(rows=rows, sums=add_up_values(TreeValues(sums=values.sums), self.ranks).sums)
 
-    def _scored(self, job: "_Job", shared: Ranks, seconds: dict[str, float]) -> tuple[torch.Tensor, TreeValues, float]:
+    def _scored(
+        self, job: "_Job", shared: Ranks, seconds: dict[str, float]
+    ) -> tuple[torch.Tensor, TreeValues, WindowRun]:
         started = time.perf_counter()
         run = self._run(job.window, "train", job.table)
         with self._together_if_alone():
@@ -303,11 +309,11 @@ class TreeUpdate:
         started = time.perf_counter()
         run.backward(coefficients)
         seconds["backward"] = time.perf_counter() - started
-        return total, scores, run.recompute_difference
+        return total, scores, run
 
     def _unscored(
         self, job: "_Job", shared: Ranks, coefficients: TreeValues, seconds: dict[str, float], *, on_trust: bool
-    ) -> tuple[torch.Tensor, TreeValues]:
+    ) -> tuple[torch.Tensor, TreeValues, WindowRun]:
         """The schedule with coefficients that are known before, then the loss on the true values."""
         started = time.perf_counter()
         run = self._run(job.window, "unscored", job.table)
@@ -327,7 +333,7 @@ class TreeUpdate:
             with self.ranks.together(), torch.no_grad():
                 total = torch.stack(job.losses(job.leaves(scores))).sum()
         seconds |= {"backward": time.perf_counter() - started}
-        return total, scores
+        return total, scores, run
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

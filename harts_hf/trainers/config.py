@@ -60,6 +60,13 @@ class TreeOptions:
         tree_aux_scope (`str`, *optional*, defaults to `"slice"`):
             Over which tokens the router's auxiliary loss (`router_aux_loss_coef`) takes its means: `"slice"`, those of
             a micro-step of one process, as TRL has it; `"global"`, those of the optimizer step on all processes.
+        tree_expert_bias_update_speed (`float`, *optional*, defaults to `0.0`):
+            Of routers with a bias (`bailing_hybrid`, `kimi_linear`), by how much the bias of each expert is moved up or
+            down after an optimizer step in which it had less or more to do than the mean of its layer. `0` leaves the
+            bias as it is.
+        tree_replay_routing (`bool`, *optional*, defaults to `False`):
+            Whether the forward of each backward takes the experts that the scoring pass chose, at weights computed
+            anew, so that rounding flips none between the two.
         tree_fused_modules (`str`, *optional*, defaults to `"auto"`):
             `"auto"` runs norms, gates and experts on a GPU as single operations (of the same results but for
             rounding), `"off"` as Transformers has them.
@@ -128,6 +135,16 @@ class TreeOptions:
             "choices": list(SCOPES),
         },
     )
+    tree_expert_bias_update_speed: float = field(
+        default=0.0,
+        metadata={
+            "help": "By how much the bias of each expert moves after an optimizer step, towards equal load; 0 leaves it."
+        },
+    )
+    tree_replay_routing: bool = field(
+        default=False,
+        metadata={"help": "Whether the forward of each backward takes the experts that the scoring pass chose."},
+    )
     tree_fused_modules: str = field(
         default="auto",
         metadata={
@@ -144,6 +161,11 @@ class TreeOptions:
         if self.tree_fused_modules not in FUSED_MODULES:
             raise ValueError(
                 f"expected tree_fused_modules to be one of {', '.join(FUSED_MODULES)}, got {self.tree_fused_modules!r}"
+            )
+        if not 0 <= self.tree_expert_bias_update_speed < float("inf"):
+            raise ValueError(
+                "expected tree_expert_bias_update_speed to be a finite number of at least 0, got "
+                f"{self.tree_expert_bias_update_speed}"
             )
         if self.tree_aux_scope not in SCOPES:
             raise ValueError(f"expected tree_aux_scope to be one of {', '.join(SCOPES)}, got {self.tree_aux_scope!r}")

@@ -5,8 +5,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling import patch
 from harts_hf.modeling.checks import check_trainable
+from harts_hf.modeling.patching import causal_lm_of
+from harts_hf.trainers.expert_load import ExpertBiasUpdate, ExpertLoadFiles, send_bias_to_engines
 from harts_hf.trainers.loading import load_tokenizer, loading_text_models
 from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.precision import keep_answers_wide
@@ -73,6 +76,21 @@ class TreeHooks(TreeCheckpoints):
         if reference is not None:
             patch(self.accelerator.unwrap_model(reference))
         self._tree: Any = policy_class(self)
+        self._begin_routers()
+
+    def _begin_routers(self) -> None:
+        load, speed = self._tree.expert_load, self.args.tree_expert_bias_update_speed
+        add_callback: Any = self.add_callback  # type: ignore[attr-defined]
+        if speed:
+            add_callback(ExpertBiasUpdate(self.model, load, speed))
+            send_bias_to_engines(self)
+        if load.observed:
+            add_callback(ExpertLoadFiles(load))
+        elif self.args.tree_replay_routing:
+            raise UnsupportedModelError(
+                "expected a mixture of experts with tree_replay_routing=True, got "
+                f"{type(causal_lm_of(self.model)).__name__}, which has no routers"
+            )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Trainer's; before any model is prepared, so that a reference model is treated as the policy is."""

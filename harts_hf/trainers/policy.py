@@ -21,6 +21,7 @@ from harts_hf.planner import DEFAULT_COST
 from harts_hf.runtime import RunOptions
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.update import Leaves, TreeUpdate, UpdateReport
+from harts_hf.trainers.expert_load import ExpertLoad
 from harts_hf.trainers.ranks import AccelerateRanks
 from harts_hf.trainers.router_loss import RouterLoss
 from harts_hf.trainers.rows import PaddedRows, token_ids
@@ -91,6 +92,7 @@ class TreePolicy:
     Attributes:
         planner: plans windows by the trainer's settings.
         router_loss: the auxiliary loss of a mixture of experts.
+        expert_load: how much its experts have to do.
         options: how forwards run.
         slices: of the optimizer step so far.
         totals: during a step with episodes, what its slices hold together; else None.
@@ -103,6 +105,7 @@ class TreePolicy:
         self.planner = WindowPlanner(config=replace(config, cost=cost), vocab_size=vocab_size_of(trainer.model))
         self.ranks = AccelerateRanks(trainer.accelerator)
         self.router_loss = RouterLoss(trainer, self.ranks)
+        self.expert_load = ExpertLoad(trainer.model)
         args = trainer.args
         self.options = RunOptions(
             temperature=trainer.temperature,  # TRL's own head keeps what it is at the start, too
@@ -112,6 +115,7 @@ class TreePolicy:
             expand_latents=args.tree_handoff_latents == "expanded",
             deterministic=args.tree_deterministic,
             fused_modules=args.tree_fused_modules == "auto",
+            replay_routing=args.tree_replay_routing,
         )
         self.slices: list[TRLSlice] = []
         self.totals: StepTotals | None = None
@@ -124,7 +128,7 @@ class TreePolicy:
     @property
     def counts_all_tokens(self) -> bool:
         """Whether a step computes tokens that no log-prob is asked of, since routers' statistics count them."""
-        return self.router_loss.is_on
+        return self.router_loss.is_on or self.trainer.args.tree_expert_bias_update_speed != 0
 
     @property
     def is_in_loss(self) -> bool:
@@ -261,8 +265,16 @@ class TreePolicy:
         return self.trainer.accelerator.unwrap_model(model) if known is None else known
 
     def _update(self, model: nn.Module, device: Any) -> TreeUpdate:
-        placement = self.trainer.args.tree_placement
-        return TreeUpdate(model, self.planner, self.options, ranks=self.ranks, device=device, placement=placement)
+        is_policy = self._unwrapped(model) is self._unwrapped(self.trainer.model)
+        return TreeUpdate(
+            model,
+            self.planner,
+            self.options,
+            ranks=self.ranks,
+            device=device,
+            placement=self.trainer.args.tree_placement,
+            observed=self.expert_load.observed if is_policy else (),
+        )
 
     def _loss_device(self, slices: list[TRLSlice]) -> str | None:
         """The CPU for TRL's own losses and batches of a size that a CPU is quick at: on a GPU a loss is a hundred

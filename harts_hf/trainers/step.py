@@ -36,7 +36,8 @@ class TreeStep(_BaseTrainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         report = self._tree.step(model, num_items_in_batch)
-        for name, value in tree_metrics(report, self._tree.ranks).items():
+        metrics = tree_metrics(report, self._tree.ranks) | self._tree.expert_load.note(report.sums)
+        for name, value in metrics.items():
             self._metrics["train"][f"tree/{name}"].append(value)
         empty_cache = self.args.torch_empty_cache_steps
         if empty_cache is not None and self.state.global_step % empty_cache == 0:

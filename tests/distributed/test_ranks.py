@@ -110,7 +110,14 @@ def check(found: dict[str, list[dict]], case: str) -> None:
             if other["parameters"] and backend != "zero3":
                 assert torch.equal(other["parameters"][name], ours[0]["parameters"][name]), f"{name} differs by rank"
     for stock_log, log in zip(stock[0]["logs"][:-1], ours[0]["logs"][:-1], strict=True):
-        for name in {"loss", "entropy", "reward", "aux_loss", "clip_ratio/region_mean", "clip_ratio/low_min"} & stock_log.keys():
+        for name in {
+            "loss",
+            "entropy",
+            "reward",
+            "aux_loss",
+            "clip_ratio/region_mean",
+            "clip_ratio/low_min",
+        } & stock_log.keys():
             assert log[name] == pytest.approx(stock_log[name], abs=1e-5), name
         assert log["tree/global_placement"] == (kind != "local")
         if "idle" not in options:  # a step may have a single microbatch then

@@ -21,7 +21,7 @@ COEFFICIENTS = (0.7, -1.3, 0.4)
 
 
 def slices():
-    """Three slices of ragged trajectories that share prefixes across slices, too; one row twice, one within another."""
+    """Three slices of ragged trajectories that share prefixes across slices; one row twice, one within another."""
     rows = branching(65, vocab=VOCAB) + random_trajectories(3, vocab=VOCAB, count=4)
     rows += [rows[0], rows[1][: len(rows[1]) // 2]]
     return [rows[0::3], rows[1::3], rows[2::3]]
@@ -96,7 +96,7 @@ def test_choices_are_exact_counts():
     rows = [row for part in slices() for row in part]
     model = patch(tiny_model("qwen3_next", dtype=torch.float64))
     found = []
-    for limit in (32, 4096):
+    for limit in (64, 4096):
         window = TreeWindow(rows, PlannerConfig(max_tokens_per_microbatch=limit, sharing="always"))
         with torch.no_grad():
             found.append(window_values(model, window, (ROUTER_CHOICES,)).sums[ROUTER_CHOICES])
