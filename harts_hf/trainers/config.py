@@ -61,9 +61,9 @@ class TreeOptions:
             Over which tokens the router's auxiliary loss (`router_aux_loss_coef`) takes its means: `"slice"`, those of
             a micro-step of one process, as TRL has it; `"global"`, those of the optimizer step on all processes.
         tree_expert_bias_update_speed (`float`, *optional*, defaults to `0.0`):
-            Of routers with a bias (`bailing_hybrid`, `kimi_linear`), by how much the bias of each expert is moved up or
-            down after an optimizer step in which it had less or more to do than the mean of its layer. `0` leaves the
-            bias as it is.
+            Of routers with a bias (`bailing_hybrid`, `kimi_linear`), by how much the bias of each expert is moved up
+            or down after an optimizer step in which it had less or more to do than the mean of its layer. `0` leaves
+            the bias as it is.
         tree_replay_routing (`bool`, *optional*, defaults to `False`):
             Whether the forward of each backward takes the experts that the scoring pass chose, at weights computed
             anew, so that rounding flips none between the two.
@@ -138,7 +138,7 @@ class TreeOptions:
     tree_expert_bias_update_speed: float = field(
         default=0.0,
         metadata={
-            "help": "By how much the bias of each expert moves after an optimizer step, towards equal load; 0 leaves it."
+            "help": "By how much the bias of each expert moves after an optimizer step, towards equal load; 0: not."
         },
     )
     tree_replay_routing: bool = field(

@@ -1,8 +1,8 @@
 """How much each expert of a mixture has to do: metrics, a picture, and the update of DeepSeek's expert bias.
 
-Load is counted over the trajectories' tokens (a token that ``m`` trajectories share counts ``m`` times), from the experts
-that routers chose on the step's weights, over all processes: the numbers that training on the expanded trajectories
-would count.
+Load is counted over the trajectories' tokens (a token that ``m`` trajectories share counts ``m`` times), from the
+experts that routers chose on the step's weights, over all processes: the numbers that training on the expanded
+trajectories would count.
 """
 
 import json
@@ -114,8 +114,8 @@ class ExpertBiasUpdate(TrainerCallback):
         speed: the size of an update.
 
     Raises:
-        UnsupportedModelError: a model without such routers, with an adapter (whose checkpoints would lack the bias), or
-            a bias that is kept in fewer bits than float32, where updates would be lost.
+        UnsupportedModelError: a model without such routers, with an adapter (whose checkpoints would lack the bias),
+            or a bias that is kept in fewer bits than float32, where updates would be lost.
     """
 
     def __init__(self, model: nn.Module, load: ExpertLoad, speed: float) -> None:

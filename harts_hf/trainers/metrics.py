@@ -10,8 +10,8 @@ def tree_metrics(report: UpdateReport, ranks: AccelerateRanks) -> dict[str, floa
     """What an update did, the same on every rank; a collective where there are several.
 
     Where routes are replayed, ``routing_flips`` is the part of the replayed choices of experts that routers would have
-    made otherwise in the later forward. Counts are of all ranks together; seconds, differences and yes-or-no metrics are the largest of any rank. With
-    several ranks there are also
+    made otherwise in the later forward. Counts are of all ranks together; seconds, differences and yes-or-no metrics
+    are the largest of any rank. With several ranks there are also
 
     - ``balance``: estimated seconds of a rank's own ops, the mean over ranks divided by the largest;
     - ``global_placement``: whether ranks shared one forest;

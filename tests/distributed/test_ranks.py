@@ -45,15 +45,15 @@ FSDP = [
 # The router's auxiliary loss of each rank's own rows, whoever computes them.
 ROUTER = [
     "ddp:qwen3_5_moe_text:stock:router",
-    "ddp:qwen3_5_moe_text:random:replay:router",
+    "ddp:qwen3_5_moe_text:global:replay:router",
     "ddp:qwen3_5_moe_text:local:replay:router",
     "fsdp2:qwen3_5_moe_text:stock:router:checkpointing",
-    "fsdp2:qwen3_5_moe_text:random:replay:router:checkpointing",
+    "fsdp2:qwen3_5_moe_text:global:replay:router:checkpointing",
 ]
 # Experts one by one, where DeepSpeed gathers layer by layer.
 ZERO3_EXPERTS = [
     "zero3:qwen3_5_moe_text:stock:router:checkpointing",
-    "zero3:qwen3_5_moe_text:random:replay:router:checkpointing",
+    "zero3:qwen3_5_moe_text:global:replay:router:checkpointing",
 ]
 ZERO = [
     *("zero1:qwen3_5_text:stock", "zero1:qwen3_5_text:random:nested"),
