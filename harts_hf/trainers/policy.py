@@ -103,7 +103,10 @@ class TreePolicy:
         config = trainer.args.planner_config()
         cost = with_handed_bytes(config.cost or DEFAULT_COST, _handed_sizes(trainer))
         self.planner = WindowPlanner(config=replace(config, cost=cost), vocab_size=vocab_size_of(trainer.model))
-        self.ranks = AccelerateRanks(trainer.accelerator)
+        self.ranks = AccelerateRanks(
+            trainer.accelerator,
+            sharded_by_transformers=getattr(trainer, "is_distributed_loading_by_transformers", False),
+        )
         self.router_loss = RouterLoss(trainer, self.ranks)
         self.expert_load = ExpertLoad(trainer.model)
         args = trainer.args
