@@ -363,7 +363,7 @@ def _inner_product(answered: _Answered, coefficients: TreeValues) -> torch.Tenso
             terms.append(value[:0].sum())
     for name, total in coefficients.sums.items():
         value = answered.answer["sums"][name]
-        terms.append((value * total.to(value.dtype)).sum())
+        terms.append((value * total.to(value.dtype)).sum().to(terms[0].dtype))
     return sum(terms[1:], terms[0])
 
 

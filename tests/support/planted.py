@@ -16,7 +16,7 @@ from harts_hf.batch import AttentionIntervals, LinearTables, TreeBatch
 from harts_hf.kernels.conv import torch as conv_torch
 from harts_hf.kernels.gather import torch as gather_torch
 from harts_hf.kernels.linear_attention import torch as linear_torch
-from harts_hf.modeling import Wanted, forwards, patching, routing
+from harts_hf.modeling import Wanted, forwards, patching, routers, routing
 from harts_hf.runtime import TreeWindow, job
 from harts_hf.runtime.slices import SliceTable
 from harts_hf.trainers.rows import PaddedRows
@@ -213,6 +213,17 @@ def router_counts_of_one(monkeypatch: Any) -> None:
         return original(table, tree, microbatch).clamp(max=1)
 
     _wrap(monkeypatch, SliceTable, "counts", counts)
+
+
+def router_counts_of_one_in_sums(monkeypatch: Any) -> None:
+    """The same where all trajectories are one slice."""
+    over_layers = routers._over_layers
+
+    def counted(logits: Any, harts: Any, of: Any) -> torch.Tensor:
+        counts = SimpleNamespace(slice_counts=harts.slice_counts.clamp(max=1))
+        return over_layers(logits, counts, of)
+
+    monkeypatch.setattr(routers, "_over_layers", counted)
 
 
 def load_of_unique_tokens(monkeypatch: Any) -> None:

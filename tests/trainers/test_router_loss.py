@@ -5,7 +5,7 @@ TRL computes the auxiliary loss in float32 whatever the model's dtype, as it doe
 
 import pytest
 import torch
-from support import recorded
+from support import episode_runs, recorded
 from support.models import tiny_model
 from support.oracle import float64_everywhere
 from support.texts import arguments as sft_arguments
@@ -125,6 +125,23 @@ def test_gmpo(tmp_path):
         tree = run_trainer(TreeGMPOTrainer, TreeGMPOConfig, tmp_path / "tree", max_steps=1, **SHARED, **AUX)
     assert_same_training(stock, tree, family=FAMILY)
     assert "aux_loss" not in tree[1][0]
+
+
+def test_episodes(tmp_path, monkeypatch):
+    """Episodes of different numbers of samples: it is neither weighted nor scaled, so it adds the same to a step."""
+    monkeypatch.setattr(episode_runs, "FAMILY", FAMILY)
+    coefficient, added = 0.3, []
+    for weight in ("sample", "episode"):
+        options = {"max_steps": 1, "tree_episode_weight": weight}
+        without = episode_runs.run_on_episodes(tmp_path / weight, router_aux_loss_coef=0.0, **options)
+        run = episode_runs.run_on_episodes(tmp_path / f"{weight}-aux", router_aux_loss_coef=coefficient, **options)
+        added.append({name: value - without.parameters[name] for name, value in run.parameters.items()})
+        more = run.logs[0]["loss"] - without.logs[0]["loss"]
+        assert more == pytest.approx(coefficient * run.logs[0]["aux_loss"], rel=1e-5)
+    largest = max(value.abs().max() for value in added[0].values())
+    assert largest > 1e-4
+    for name, value in added[0].items():
+        assert (added[1][name] - value).abs().max() < RELATIVE_TOLERANCE * largest, name
 
 
 def test_trainers_without_a_place_for_it(tmp_path, monkeypatch):
