@@ -145,7 +145,7 @@ CASES = [
         file="runtime/test_router_sums.py",
         test="test_losses_of_slices",
         arguments={"count": 1, "placement": "global", "execution": "replay"},
-        failure=r"assert .* == .*\+- ",
+        failure=r"assert seen\[number\]\.item\(\) == pytest\.approx",
     ),
     Case(
         plant=planted.load_of_unique_tokens,

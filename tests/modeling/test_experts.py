@@ -1,7 +1,8 @@
 """Every implementation of experts on the compact layout, with experts that get no token, one, or many; float32.
 
-Budget: on the unpatched model, one trajectory at a time, the implementations differ from one another by at most 4e-7 in
-log-probs and 2e-6 of the largest gradient of a parameter (sums in another order); ten times that is allowed.
+Budget: on the unpatched model, one trajectory at a time, the implementations differ from one another by up to 1.7e-6
+in log-probs and 3.2e-6 of the largest gradient of a parameter (sums in another order), on the tree by 2.4e-6 and 4.8e-6
+from there; four times that is allowed.
 """
 
 import numpy as np
@@ -34,7 +35,7 @@ def test_implementations(family, implementation, rows):
     log_probs = tree_logprobs(model, rows, PLANNER)
     sum(value.sum() for value in log_probs).backward()
     for value, reference in zip(log_probs, stock, strict=True):
-        assert (value - reference).abs().max() < 4e-6
+        assert (value - reference).abs().max() < 1e-5
     for name, gradient in gradients(model).items():
         assert gradient.isfinite().all(), name
         # Gates and decays of linear layers are far off in float32 whatever the experts are.
