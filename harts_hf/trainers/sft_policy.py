@@ -30,7 +30,8 @@ class TreeTexts(TreePolicy):
     def step(self, model: nn.Module, num_items: Any) -> UpdateReport:
         """Runs the kept slices as one update, with TRL's own loss."""
         slices, self.slices = self.slices, []
-        self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
+        with self.ranks.together():
+            self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
         loss_type = self.trainer.args.loss_type
         reason = "" if loss_type == "nll" else f"loss_type_{loss_type}"
         reason = "router_aux_loss" if self.router_loss.is_on else reason

@@ -1,8 +1,8 @@
 """Every implementation of experts on the compact layout, with experts that get no token, one, or many; float32.
 
 Budget: on the unpatched model, one trajectory at a time, the implementations differ from one another by up to 1.7e-6
-in log-probs and 3.2e-6 of the largest gradient of a parameter (sums in another order), on the tree by 2.4e-6 and 4.8e-6
-from there; four times that is allowed.
+in log-probs and 3.2e-6 of the largest gradient of a parameter (sums in another order), on the tree by 2.4e-6 and
+4.8e-6 from there; four times that is allowed.
 """
 
 import numpy as np
