@@ -187,7 +187,9 @@ class TreeUpdate:
         with ranks.together():
             rows = [rows_of(one) for one in slices]
             trajectories = [_checked(one.trajectories()) for one in rows]
-        needed_by = self._agreed_reason((reason or "loss") if unscored == "never" else "", len(slices), names)
+        needed_by = self._agreed_reason(
+            (reason or "loss") if unscored == "never" else "", len(slices), (*names, *observed)
+        )
         placed = place(
             self.planner,
             [tokens for part in trajectories for tokens in part],
@@ -266,8 +268,8 @@ class TreeUpdate:
         if len({numbers[3] for numbers in found}) > 1:
             listed = ", ".join(f"{one[3]:016x} on process {rank}" for rank, one in enumerate(found))
             raise ValueError(
-                "expected the same settings of plans (tree_*, the cost model) and names of values on every process, got "
-                f"the hashes {listed}; this one has {self.planner.config}"
+                "expected the same settings of plans (tree_*, the cost model) and names of values on every process, "
+                f"got the hashes {listed}; this one has {self.planner.config}"
             )
         return next(filter(None, self.ranks.gather_texts(own))) if any(one for one, *_ in found) else None
 
