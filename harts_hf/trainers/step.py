@@ -28,8 +28,8 @@ class TreeStep(_BaseTrainer):
         self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Returns the slice's loss, detached; all of it at the last micro-step, as their sum is what is logged."""
-        # Goes through all modules, so not at every micro-step. An evaluation leaves the model inside a wrapper of DDP or
-        # DeepSpeed in eval mode, and the wrapper as it was.
+        # Goes through all modules, so not at every micro-step. An evaluation leaves the model inside a wrapper of DDP
+        # or DeepSpeed in eval mode, and the wrapper as it was.
         if self.accelerator.sync_gradients or not (model.training and self.model.training):
             model.train()
         optimizer: Any = self.optimizer

@@ -173,8 +173,9 @@ def test_counts_by_slice_add_up():
     assert load_balancing_loss(torch.zeros(8), torch.zeros(8), TOP_K) == 0
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "checkpointing"), [*((family, False) for family in MOE_FAMILIES), ("bailing_hybrid", True)]
+)
 def test_replayed_routes_are_the_stock_model(family, checkpointing):
     """Weights that are computed anew at recorded experts are those of the router, and so are their gradients."""
     model = tiny_model(family, dtype=torch.float64)

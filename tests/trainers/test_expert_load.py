@@ -62,7 +62,7 @@ def biases(trainer):
     return [buffer for name, buffer in named if name.endswith("e_score_correction_bias")]
 
 
-@pytest.mark.parametrize("family", ["bailing_hybrid", "kimi_linear"])
+@pytest.mark.parametrize("family", ["bailing_hybrid", pytest.param("kimi_linear", marks=pytest.mark.slow)])
 def test_bias_after_ten_steps(family, tmp_path):
     """Loads are equal integers in every step, biases equal, and what is trained with them; groups of experts too."""
     options = {"family": family, **OPTIONS}

@@ -39,7 +39,7 @@ def moved(run, family=FAMILY):
     return {name: value - start[name].detach() for name, value in run[0].items()}
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "bailing_hybrid"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", pytest.param("bailing_hybrid", marks=pytest.mark.slow)])
 def test_grpo(family, tmp_path):
     """Two micro-steps of different rows in a step, a tree that is cut, truncated rows of which only prompts count.
 
