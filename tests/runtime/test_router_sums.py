@@ -81,7 +81,7 @@ def expected_losses(model):
     ],
 )
 def test_losses_of_slices(count, placement, execution):
-    """Every slice's loss, and the gradients of their weighted sum, on 1 to 3 ranks that compute one another's rows."""
+    """Every slice's loss, gradients of their weighted sum and the load, on ranks that compute one another's rows."""
     start = tiny_model("qwen3_next", dtype=torch.float64)
     models = [patch(copy.deepcopy(start)) for _ in range(count)]
     numbered = list(enumerate(slices()))
@@ -96,7 +96,13 @@ def test_losses_of_slices(count, placement, execution):
 
     def work(ranks):
         config = planner(execution)
-        update = TreeUpdate(models[ranks.index], WindowPlanner(config=config), ranks=ranks, placement=placement)
+        update = TreeUpdate(
+            models[ranks.index],
+            WindowPlanner(config=config),
+            ranks=ranks,
+            placement=placement,
+            observed=(EXPERT_LOAD,),
+        )
         own = numbered[ranks.index * per_rank : (ranks.index + 1) * per_rank]
         names = ("log_prob", ROUTER_PROBABILITIES, ROUTER_CHOICES)
         return update.run(own, lambda one: Rows(one[1]), loss, names=names, reason="router")
@@ -106,6 +112,11 @@ def test_losses_of_slices(count, placement, execution):
         for report in reports:
             if isinstance(report, Exception):
                 raise report
+        window = TreeWindow([row for part in slices() for row in part], planner())
+        with torch.no_grad():
+            load = window_values(models[0], window, (EXPERT_LOAD,)).sums[EXPERT_LOAD]
+        for report in reports:
+            assert torch.equal(report.sums[EXPERT_LOAD], load)
         expected = expected_losses(start)
         sum(c * one for c, one in zip(COEFFICIENTS, expected, strict=True)).backward()
     assert sum(len(report.window.batches) for report in reports) > 3

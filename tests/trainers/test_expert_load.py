@@ -1,6 +1,7 @@
 """Load of experts and the update of their bias against stock TRL with counting hooks; integers, and bit for bit."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer, UnsupportedModelError
+from harts_hf.trainers.expert_load import send_bias_to_engines
 
 SPEED = 0.05
 SHARED = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64}
@@ -56,6 +58,11 @@ class CountedGRPOTrainer(GRPOTrainer):
             self.mask = None
 
 
+def trainer_of(model):
+    """Something with a model."""
+    return SimpleNamespace(model=model)
+
+
 def biases(trainer):
     """Of every router."""
     named = trainer.model.named_buffers()
@@ -95,7 +102,7 @@ def test_bias_after_ten_steps(family, tmp_path):
     assert len(loads) == len(stock[2].steps) == 10
     for step, (load, expected) in enumerate(zip(loads, stock[2].steps, strict=True)):
         assert torch.equal(load, expected.double()), f"step {step}"
-    start = biases(type("Fresh", (), {"model": tiny_model(family, dtype=torch.float64, seed=1)}))
+    start = biases(trainer_of(tiny_model(family, dtype=torch.float64, seed=1)))
     for bias, expected, before in zip(biases(tree[2]), biases(stock[2]), start, strict=True):
         assert torch.equal(bias, expected) and not torch.equal(bias, before)
     assert_same_training(stock, tree, family=family)
@@ -126,6 +133,28 @@ def test_load_without_a_scoring_pass(tmp_path):
     for load in found:
         assert torch.equal(load, found[0])
         assert load.sum(dim=1).tolist() == [2 * expanded] * 3
+
+
+def test_bias_goes_to_vllm():
+    """TRL walks parameters; the biases come after them, under the names that it gives them, on every walk."""
+    model = tiny_model("bailing_hybrid")
+    generation = SimpleNamespace(
+        model=model,
+        _iter_named_params=lambda: iter(model.named_parameters()),
+        _fix_param_name_to_vllm=lambda name: name.replace("model.", "inner.", 1),
+    )
+    trainer = SimpleNamespace(
+        vllm_generation=generation, accelerator=SimpleNamespace(unwrap_model=lambda wrapped: wrapped)
+    )
+    send_bias_to_engines(trainer)
+    for _ in range(2):
+        sent = list(generation._iter_named_params())
+        assert sent[: -len(biases(trainer_of(model)))] == list(model.named_parameters())
+        added = dict(sent[-2:])
+        assert set(added) == {f"inner.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
+        for value, bias in zip(added.values(), biases(trainer_of(model)), strict=True):
+            assert value is bias
+    send_bias_to_engines(SimpleNamespace())  # no engine
 
 
 def test_refusals(tmp_path):
