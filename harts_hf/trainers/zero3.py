@@ -39,8 +39,13 @@ def gathers_whole_layers(model: nn.Module, accelerator: Any) -> bool:
         return False
     plugin = accelerator.state.deepspeed_plugin
     named = plugin.deepspeed_config["zero_optimization"].get("leaf_module") or plugin.transformer_moe_cls_names
-    trained = all(parameter.requires_grad for layer in _layers(model) for parameter in layer.parameters())
-    return not named and trained and not any(getattr(module, "_z3_leaf", False) for module in model.modules())
+    named = named or any(getattr(module, "_z3_leaf", False) for module in model.modules())
+    return not named and not has_frozen_layers(model)
+
+
+def has_frozen_layers(model: nn.Module) -> bool:
+    """Whether a parameter of a layer is not trained, as with adapters."""
+    return any(not parameter.requires_grad for layer in _layers(model) for parameter in layer.parameters())
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
