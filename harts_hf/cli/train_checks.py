@@ -61,5 +61,11 @@ def check_folders(training: Any, model: PolicyArguments, recipe: str | None, *, 
     if checkpoint is not None and not (Path(checkpoint) / TRAINER_STATE_NAME).is_file():
         raise ValueError(
             f"expected resume_from_checkpoint to be a checkpoint's folder (with {TRAINER_STATE_NAME}), "
-            f"got {checkpoint!r}"
+            f"got {checkpoint!r}{_newest(training.output_dir)}"
         )
+
+
+def _newest(folder: str) -> str:
+    # Python's `trainer.train(resume_from_checkpoint=True)` is not to be had here: metrics go on from a folder's.
+    found = sorted(Path(folder).glob("checkpoint-*[0-9]"), key=lambda path: path.stat().st_mtime)
+    return f"; the newest folder in output_dir is {str(found[-1])!r}" if found else ""

@@ -282,6 +282,9 @@ def test_unknown_keys_are_named(tmp_path, capsys):
     recipe.write_text(Path(TINY).read_text() + "\nlearning_rat: 1\n")
     assert "unknown key 'learning_rat' (did you mean 'learning_rate'?)" in refused(capsys, recipe)
     assert "unknown key 'max_turn'" in refused(capsys, TINY, "--max_turn", "3")
+    groups = ["--num_generations", "7"]  # which TRL's configuration refuses before all keys are read
+    assert "unknown key 'learning_rat' (did" in refused(capsys, recipe, *groups)
+    assert "gradient_accumulation_steps" in refused(capsys, TINY, *groups)
     assert "unknown key 'model_config.hiden_size'" in refused(capsys, TINY, "--model_config", '{"hiden_size": 8}')
 
 
