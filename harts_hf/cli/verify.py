@@ -1,6 +1,7 @@
 """`harts verify`: compares tree and expanded computation on your model and your rollouts, with a verdict."""
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -58,6 +59,13 @@ def _parser() -> argparse.ArgumentParser:
         help="network rows of one forward of the tree (default: %(default)s)",
     )
     parser.add_argument("--no-oracle", action="store_true", help="do not compare with float64")
+    parser.add_argument(
+        "--router-loss",
+        type=float,
+        default=0.0,
+        metavar="C",
+        help="compare gradients with C times the router's auxiliary loss added (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=seed, default=0, help="of draws, weights and random models")
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     return parser
@@ -69,6 +77,8 @@ def _run(options: argparse.Namespace) -> bool:
     from harts_hf.planner import PlannerConfig
     from harts_hf.verify import format_verdict, verify
 
+    if not math.isfinite(options.router_loss):
+        raise ValueError(f"expected --router-loss to be a finite number, got {options.router_loss}")
     if options.draws < 1:
         raise ValueError(f"expected at least one draw, got {options.draws}")
     refuse_to_overwrite(options.json, options.rollouts, options.model, options.tokenizer)
@@ -86,6 +96,7 @@ def _run(options: argparse.Namespace) -> bool:
         planner=planner,
         with_oracle=not options.no_oracle,
         seed=options.seed,
+        router_loss=options.router_loss,
         progress=_Progress(options.draws).show,
     )
     print(format_verdict(verdict))
@@ -140,6 +151,7 @@ def _about(model: Any, options: argparse.Namespace, file: "RolloutFile") -> dict
         f"{' (RANDOM WEIGHTS)' if is_random(options.model) else ''}, {options.dtype} on {options.device}",
         "rollouts": f"{printable(options.rollouts)}{f': {summary(file)}' if file.num_conversations else ''}",
         "versions": f"{versions}; seed {options.seed}",
+        **({"loss": f"with {options.router_loss} times the router's"} if options.router_loss else {}),
     }
 
 

@@ -89,18 +89,20 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def check_experts(model: nn.Module, *, zero3: bool) -> None:
-    """Raises UnsupportedModelError for experts that run one by one under ZeRO-3.
+    """Raises UnsupportedModelError for experts that run one by one where ZeRO-3 gathers module by module.
 
     Each expert that a microbatch's tokens hit calls the activation, a module of its own, so the sequence of module
     calls follows the tokens. DeepSpeed compares that sequence between ranks in collectives, and ranks whose
-    microbatches hit other experts wait for one another for ever.
+    microbatches hit other experts wait for one another for ever. Where layers are gathered whole (the default, unless
+    some of their parameters are frozen), it sees no modules within them.
     """
     config: Any = model.config
     has_experts = any(type(module).__name__.endswith("Experts") for module in model.modules())
     if zero3 and has_experts and config._experts_implementation == "eager":
         raise UnsupportedModelError(
-            "expected experts that all run at once under ZeRO-3 (ranks would hang), got experts_implementation="
-            "'eager': load the model with 'grouped_mm' or 'batched_mm', or call set_experts_implementation"
+            "expected experts that all run at once where ZeRO-3 gathers module by module, as it does with frozen "
+            "parameters or a leaf_module of your own (ranks would hang), got experts_implementation='eager': load the "
+            "model with 'grouped_mm' or 'batched_mm', or call set_experts_implementation"
         )
 
 

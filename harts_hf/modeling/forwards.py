@@ -9,8 +9,9 @@ from harts_hf.errors import UnsupportedModelError
 from harts_hf.kernels.logprobs import token_logprobs
 from harts_hf.modeling.adapters import check_adapters
 from harts_hf.modeling.checks import check_checkpointing, check_dropout
-from harts_hf.modeling.fused import fusing
+from harts_hf.modeling.fused import check_layers, fusing
 from harts_hf.modeling.outputs import ENTROPY, HEAD_VALUES, IS_TOP1, RowValue, Sum
+from harts_hf.modeling.routing import routing
 from harts_hf.modeling.tree_pass import TreePass
 
 # A dict reaches every layer as it is, so Transformers builds no mask (it would be N x N and wrong).
@@ -44,7 +45,9 @@ def tree_forward(self: Any, *args: Any, harts: TreePass | None = None, **kwargs:
         raise ValueError(f"expected outputs among {', '.join([*HEAD_VALUES, *outputs])}, got {', '.join(unknown)}")
     sums = {name: output for name, output in outputs.items() if isinstance(output, Sum) and name in wanted.names}
     base_arguments = {name: value for output in sums.values() for name, value in output.base_arguments.items()}
-    with fusing(harts.fused_modules):
+    if harts.routes.replayed is not None:
+        check_layers(self)
+    with fusing(harts.fused_modules), routing(harts):
         base_output = self.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,

@@ -17,9 +17,11 @@ from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate, _grouped_linear
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from harts_hf.errors import UnsupportedModelError
 from harts_hf.kernels import experts
 from harts_hf.kernels.rowwise import decay_gate, gated_rms_norm, rms_norm, rotate, swiglu
 from harts_hf.modeling.families import Family
+from harts_hf.modeling.routing import routing
 from harts_hf.modeling.tree_pass import TreePass
 
 Forward = Callable[..., Any]
@@ -75,6 +77,19 @@ def find_fused(model: nn.Module, family: Family) -> list[Pair]:
     return found
 
 
+def check_layers(model: nn.Module) -> None:
+    """Refuses a model with a layer that would not replay routes when checkpointing computes it again.
+
+    Raises:
+        UnsupportedModelError: a layer whose forward was replaced before :func:`harts_hf.patch`.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer) and not isinstance(module, FusedModule):
+            raise UnsupportedModelError(
+                f"expected layers with the forward of their class where routes are replayed, got another one on {name}"
+            )
+
+
 @lru_cache
 def _layer_class(stock: type[nn.Module]) -> type[nn.Module]:
     """A layer that tells its modules, also when checkpointing computes it again, that it runs for a tree."""
@@ -82,7 +97,7 @@ def _layer_class(stock: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, harts: TreePass | None = None, **kwargs: Any) -> Any:
         if harts is None:
             return stock.forward(self, *args, **kwargs)
-        with fusing(harts.fused_modules):
+        with fusing(harts.fused_modules), routing(harts):
             return stock.forward(self, *args, harts=harts, **kwargs)
 
     return _subclass(stock, forward)

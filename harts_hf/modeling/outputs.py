@@ -10,7 +10,8 @@ row values     rows, leaves too                      what a module says of the h
 sums           a microbatch                          a tensor of fixed shape that adds up over microbatches and ranks
 =============  ====================================  ==================================================================
 
-The first three come with :func:`harts_hf.patch`; :func:`harts_hf.modeling.add_output` adds others. A loss is any
+The first three come with :func:`harts_hf.patch`, and of models with routers the sums that :mod:`.routers` has;
+:func:`harts_hf.modeling.add_output` adds others. A loss is any
 function of them, its derivatives have the same names and shapes, and the backward of a microbatch is one inner product
 (docs/architecture.md).
 """
@@ -28,8 +29,13 @@ ENTROPY = "entropy"
 IS_TOP1 = "is_top1"
 # Values of labels, all from the head; of rows themselves are those that :class:`RowValue` names.
 HEAD_VALUES = (LOG_PROB, ENTROPY, IS_TOP1)
-# Values that losses are computed with, but not differentiated by.
-WITHOUT_GRADIENT = (IS_TOP1,)
+# Sums of a model's routers; see harts_hf.modeling.routers.
+ROUTER_PROBABILITIES = "router_probabilities"
+ROUTER_CHOICES = "router_choices"
+EXPERT_LOAD = "expert_load"
+ROUTER_ENTROPY = "router_entropy"
+# Values and sums that losses are computed with, but not differentiated by.
+WITHOUT_GRADIENT = (IS_TOP1, ROUTER_CHOICES, EXPERT_LOAD, ROUTER_ENTROPY)
 # Those that losses of reinforcement learning read.
 LABEL_VALUES = (LOG_PROB, ENTROPY)
 

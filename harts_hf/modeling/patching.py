@@ -15,6 +15,8 @@ from harts_hf.modeling.forwards import check_head, has_tree_head, head_forward, 
 from harts_hf.modeling.fused import FusedModule, find_fused
 from harts_hf.modeling.mixers import TreeMixer, tree_attention_class, tree_linear_class
 from harts_hf.modeling.outputs import HEAD_VALUES, RowValue, Sum
+from harts_hf.modeling.routers import router_outputs
+from harts_hf.modeling.routing import unwatch_routers, watch_routers
 
 
 def patch(model: nn.Module) -> nn.Module:
@@ -45,7 +47,8 @@ def patch(model: nn.Module) -> nn.Module:
         module.__class__ = tree_class
     _install(base.get_output_embeddings(), head_forward)
     _install(base, tree_forward)
-    base._harts_outputs = {}
+    watch_routers(base)
+    base._harts_outputs = router_outputs(base)
     return model
 
 
@@ -71,6 +74,7 @@ def unpatch(model: nn.Module) -> nn.Module:
             )
     for module in installed:
         _uninstall(module)
+    unwatch_routers(base)
     del base._harts_outputs
     for module in exchanged:
         module.__class__ = type(module).stock  # type: ignore[assignment]

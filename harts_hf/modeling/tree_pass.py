@@ -1,5 +1,7 @@
 """What one forward of a patched model is given: a microbatch, what is wanted of it, and the run that it is part of."""
 
+import torch
+
 from harts_hf.batch import LabelTable, RowTable, TreeBatch
 from harts_hf.modeling.handoff import Handoff
 
@@ -34,6 +36,28 @@ class Wanted:
         self.head_in_fp32 = head_in_fp32
 
 
+class Routes:
+    """What the routers of one forward chose.
+
+    A plain object, as :class:`harts_hf.modeling.TreePass` is.
+
+    Args:
+        replayed: by number of the router, ``[N, k]`` of integers, the experts to take instead of those that it
+            chooses; each takes its own if None.
+
+    Attributes:
+        chosen: by number of the router, ``[N, k]`` int64, what each chose itself.
+        load: ``[E]`` float64, trajectories' tokens by expert, where that is asked for.
+        entropy: scalars float64, the entropy of routing summed over trajectories' tokens, where that is asked for.
+    """
+
+    def __init__(self, replayed: dict[int, torch.Tensor] | None = None) -> None:
+        self.replayed = replayed
+        self.chosen: dict[int, torch.Tensor] = {}
+        self.load: dict[int, torch.Tensor] = {}
+        self.entropy: dict[int, torch.Tensor] = {}
+
+
 class TreePass:
     """One forward of one microbatch: ``model(harts=tree_pass)`` of a patched model.
 
@@ -46,6 +70,9 @@ class TreePass:
         handoff: the store of the running window; None where nothing is handed over.
         deterministic: whether attention on a GPU has to be bitwise reproducible.
         fused_modules: whether norms, gates and experts on a GPU run as single operations.
+        slice_counts: ``[K, N]`` float64, how many trajectories of each slice of an update pass through each row, 0
+            where another microbatch owns the row; all trajectories are one slice if None.
+        routes: what routers choose is noted there, and taken from there where it is to be replayed.
     """
 
     def __init__(
@@ -56,9 +83,13 @@ class TreePass:
         handoff: Handoff | None = None,
         deterministic: bool = False,
         fused_modules: bool = True,
+        slice_counts: torch.Tensor | None = None,
+        routes: Routes | None = None,
     ) -> None:
         self.batch = batch
         self.wanted = wanted
         self.handoff = handoff
         self.deterministic = deterministic
         self.fused_modules = fused_modules
+        self.routes = routes or Routes()
+        self.slice_counts = batch.occurrence_counts.double() if slice_counts is None else slice_counts

@@ -1,6 +1,7 @@
 """The slices of one update on their window: leaves, losses, derivatives."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from harts_hf.modeling import LOG_PROB, WITHOUT_GRADIENT
 from harts_hf.runtime.leaves import check_reach, collect, placeholders, spread
+from harts_hf.runtime.slices import SliceTable
 from harts_hf.runtime.values import TreeValues
 from harts_hf.runtime.window import TreeWindow
 
@@ -16,21 +18,31 @@ Leaves = Mapping[str, torch.Tensor]
 Index = Mapping[str, NDArray[np.int64]]
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Job:
-    """The slices of one update on their window: leaves, losses, derivatives."""
+    """The slices of one update on their window: leaves, losses, derivatives.
 
-    def __init__(
-        self,
-        slices: Sequence[Any],
-        indices: Sequence[Index],
-        loss: Callable[[Any, Leaves], torch.Tensor],
-        names: tuple[str, ...],
-        window: TreeWindow,
-        like: torch.Tensor,
-        loss_device: torch.device | str,
-    ) -> None:
-        self.slices, self.indices, self.loss, self.names = slices, indices, loss, names
-        self.window, self.like, self.loss_device = window, like, loss_device
+    Attributes:
+        slices: of this rank.
+        indices: where the values of each lie.
+        loss: of a slice and its values.
+        names: of the values and sums that the loss reads.
+        observed: of sums that it does not.
+        window: of the update.
+        table: which slices the window's trajectories belong to; None where no sum is asked for.
+        like: a tensor of the dtype and device of the model's values.
+        loss_device: where the losses run.
+    """
+
+    slices: Sequence[Any]
+    indices: Sequence[Index]
+    loss: Callable[[Any, Leaves], torch.Tensor]
+    names: tuple[str, ...]
+    observed: tuple[str, ...]
+    window: TreeWindow
+    table: SliceTable | None
+    like: torch.Tensor
+    loss_device: torch.device | str
 
     def leaves(self, values: TreeValues) -> list[dict[str, torch.Tensor]]:
         """What the loss of each slice is given, on its device.
@@ -48,7 +60,7 @@ class Job:
         rows = {name: value.to(self.loss_device) for name, value in values.rows.items()}
         return [
             {name: spread(value, index[name]) for name, value in rows.items()}
-            | {name: value.to(self.loss_device, copy=True) for name, value in values.sums.items()}
+            | {k: value.to(self.loss_device, copy=True) for k, value in values.sums.items() if k in self.names}
             for index in self.indices
         ]
 
@@ -80,6 +92,7 @@ class Job:
                     (one[name].to(value.device) for one in gradients if one[name] is not None), torch.zeros_like(value)
                 )
                 for name, value in values.sums.items()
+                if name in self.names and name not in WITHOUT_GRADIENT
             },
         )
         return torch.stack([loss.detach() for loss in losses]).sum(), coefficients

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from harts_hf.batch import LabelTable, RowTable, TreeBatch
-from harts_hf.modeling import ENTROPY, HEAD_VALUES, LOG_PROB, TreeAnswer, TreePass, Wanted
+from harts_hf.modeling import ENTROPY, HEAD_VALUES, LOG_PROB, Routes, TreeAnswer, TreePass, Wanted
 from harts_hf.modeling.handoff import Handoff
 from harts_hf.planner.execution import DUMMY
 from harts_hf.runtime.guard import ModelGuard
 from harts_hf.runtime.lives import count_readers, handoff_lives
 from harts_hf.runtime.ops import Mode, ops_of
 from harts_hf.runtime.ranks import Ranks
+from harts_hf.runtime.slices import SliceTable
 from harts_hf.runtime.values import TreeValues, asked
 from harts_hf.runtime.window import TreeWindow
 
@@ -37,6 +38,7 @@ class RunOptions:
         expand_latents: whether an MLA hands over expanded keys and values instead of latents.
         deterministic: whether attention on a GPU has to be bitwise reproducible (a slower backend).
         fused_modules: whether norms, gates and experts on a GPU run as single operations.
+        replay_routing: whether each microbatch's later forwards take the experts that its first one chose.
     """
 
     temperature: float = 1.0
@@ -46,6 +48,7 @@ class RunOptions:
     expand_latents: bool = False
     deterministic: bool = False
     fused_modules: bool = True
+    replay_routing: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,6 +71,7 @@ class WindowRun:
         window: on the model's device.
         options: how forwards run.
         ranks: the processes; a collective is run at once if there are several that plan their own.
+        slices: which slices the window's trajectories belong to, for sums by slice; they are one slice if None.
         mode: "train" for :meth:`score` and :meth:`backward`; "score" for :meth:`score` alone; "unscored" for
             :meth:`backward_unscored` alone.
 
@@ -85,9 +89,10 @@ class WindowRun:
         options: RunOptions | None = None,
         *,
         ranks: Ranks | None = None,
+        slices: SliceTable | None = None,
         mode: Mode = "train",
     ) -> None:
-        self.model, self.window = model, window
+        self.model, self.window, self._slices = model, window, slices
         self.options, self.ranks = options or RunOptions(), ranks or Ranks()
         self.handoff = Handoff(
             count_readers(window.batches), offload=self.options.offload, expand_latents=self.options.expand_latents
@@ -96,6 +101,9 @@ class WindowRun:
         self._ops, self._num_scoring = ops_of(window, mode, self.ranks)
         self._lives = handoff_lives(self._ops, window.batches)
         self._answers: dict[int, list[_Answered]] = {}  # of dummies, several at a time
+        self._routes: dict[int, dict[int, torch.Tensor]] = {}  # by microbatch and router, of its first forward
+        self._flips: list[tuple[torch.Tensor, int]] = []
+        self._slice_counts: dict[int, torch.Tensor] = {}
         self._scores: TreeValues | None = None
         self._mode = mode
         self._begun: set[str] = set()
@@ -134,6 +142,12 @@ class WindowRun:
         return max((float(found) for found in self._differences), default=0.0)
 
     @property
+    def routing_flips(self) -> tuple[int, int]:
+        """Of the experts that were taken from first forwards, how many the router would not have chosen; and of how
+        many (choices of owned rows, over all layers)."""
+        return sum(int(found) for found, _ in self._flips), sum(number for _, number in self._flips)
+
+    @property
     def scores(self) -> TreeValues:
         """What :meth:`score` answered.
 
@@ -165,7 +179,12 @@ class WindowRun:
         self._train(coefficients, backward, coefficients.names, coefficients.is_nonzero())
 
     def backward_unscored(
-        self, coefficients: TreeValues, wanted: Masks, backward: Backward | None = None
+        self,
+        coefficients: TreeValues,
+        wanted: Masks,
+        backward: Backward | None = None,
+        *,
+        sums: tuple[str, ...] = (),
     ) -> TreeValues:
         """The schedule without a scoring pass, for coefficients that do not depend on what is scored.
 
@@ -173,16 +192,17 @@ class WindowRun:
             coefficients: derivatives of the loss, on the model's device.
             wanted: by name, ``[N]`` bool, rows whose values are asked for, among them every row with a coefficient.
             backward: called with each microbatch's scalar; the ranks' if None.
+            sums: names of sums without coefficients that are asked for.
 
         Returns:
-            Values of the wanted rows, 0 elsewhere, and the sums that have coefficients.
+            Values of the wanted rows, 0 elsewhere, and the sums that have coefficients or are asked for.
 
         Raises:
             RuntimeError: a second call, or a run whose mode is not "unscored".
             ModelChangedError: the model was changed since the first forward; see :mod:`harts_hf.runtime.guard`.
         """
         self._begin("backward", ("unscored",))
-        self._train(coefficients, backward, (*wanted, *coefficients.sums), wanted)
+        self._train(coefficients, backward, (*wanted, *coefficients.sums, *sums), wanted)
         return self.scores
 
     def _train(
@@ -239,6 +259,8 @@ class WindowRun:
             handoff=self.handoff if batch.imports or batch.exports else None,
             deterministic=options.deterministic,
             fused_modules=options.fused_modules,
+            slice_counts=self._counts_by_slice(index),
+            routes=Routes(self._routes.get(index)),
         )
         self.handoff.keeping = self._lives.keeps[position]
         # Triton launches on the current GPU, wherever its arguments are (autograd sets it for backwards itself).
@@ -249,6 +271,8 @@ class WindowRun:
                 answer: TreeAnswer = model(harts=tree_pass)
         finally:
             self.handoff.keeping = False
+        if options.replay_routing and index != DUMMY:
+            self._note_routes(index, batch, tree_pass.routes)
         self._drop(position)
         return _Answered(answer=answer, wanted=wanted)
 
@@ -272,6 +296,28 @@ class WindowRun:
 
     def _batch(self, index: int) -> TreeBatch:
         return self.window.dummy if index == DUMMY else self.window.batches[index]
+
+    def _note_routes(self, index: int, batch: TreeBatch, routes: Routes) -> None:
+        if index not in self._routes:
+            self._routes[index] = {number: chosen.short() for number, chosen in routes.chosen.items()}
+            return
+        owned = batch.owned.rows
+        for number, replayed in self._routes[index].items():
+            own, kept = routes.chosen[number][owned], replayed[owned].long()
+            found = (own[:, :, None] == kept[:, None, :]).any(dim=-1)
+            self._flips.append(((~found).sum(), found.numel()))
+
+    def _counts_by_slice(self, index: int) -> torch.Tensor | None:
+        if self._slices is None:
+            return None
+        if index not in self._slice_counts:
+            counts = (
+                torch.zeros(self._slices.count, self.window.dummy.num_rows, dtype=torch.float64)
+                if index == DUMMY
+                else self._slices.counts(self.window.tree, self.window.part.microbatches[index])
+            )
+            self._slice_counts[index] = counts.to(self._batch(index).device)
+        return self._slice_counts[index]
 
     def _drop(self, position: int) -> None:
         for trunk in self._lives.drops[position]:
@@ -317,7 +363,7 @@ def _inner_product(answered: _Answered, coefficients: TreeValues) -> torch.Tenso
             terms.append(value[:0].sum())
     for name, total in coefficients.sums.items():
         value = answered.answer["sums"][name]
-        terms.append((value * total.to(value.dtype)).sum())
+        terms.append((value * total.to(value.dtype)).sum().to(terms[0].dtype))
     return sum(terms[1:], terms[0])
 
 

@@ -19,6 +19,7 @@ from harts_hf.runtime.placing import PLACEMENTS, Placement, PlacementChoice, pla
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.ranks import Ranks
 from harts_hf.runtime.run import RunOptions, WindowRun
+from harts_hf.runtime.slices import SliceTable
 from harts_hf.runtime.values import TreeValues
 from harts_hf.runtime.window import TreeWindow
 from harts_hf.tree import IntArray
@@ -61,6 +62,9 @@ class UpdateReport:
         seconds: of ``planning``, ``scoring``, ``backward``; on several ranks, ``exchange`` is the part of them in
             which ranks exchanged numbers and waited for one another outside forwards and backwards.
         exchanged_bytes: what this rank got from the others: token ids, values, coefficients.
+        sums: over the trajectories of all ranks, of the names that were observed.
+        routing_flips: of the choices of experts that were replayed here, how many a router would have made otherwise,
+            and of how many.
     """
 
     loss: torch.Tensor
@@ -72,6 +76,8 @@ class UpdateReport:
     recompute_difference: float
     seconds: dict[str, float] = field(default_factory=dict)
     exchanged_bytes: int = 0
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    routing_flips: tuple[int, int] = (0, 0)
 
 
 class TreeUpdate:
@@ -85,6 +91,7 @@ class TreeUpdate:
         device: where windows are computed; where the model's first parameter is if None.
         placement: on several processes, whether the trajectories of all of them make one forest that they share
             ("global"), each computes its own ("local"), or what the cost model estimates to be faster ("auto").
+        observed: names of sums that no loss reads and reports have; they never take a scoring pass.
 
     Raises:
         ValueError: another placement, or a planner for several ranks.
@@ -99,6 +106,7 @@ class TreeUpdate:
         ranks: Ranks | None = None,
         device: torch.device | str | None = None,
         placement: PlacementChoice = "auto",
+        observed: tuple[str, ...] = (),
     ) -> None:
         if placement not in PLACEMENTS:
             raise ValueError(f"expected placement to be one of {', '.join(PLACEMENTS)}, got {placement!r}")
@@ -108,12 +116,13 @@ class TreeUpdate:
                 f"world_size={planner.config.world_size}"
             )
         self.placement: PlacementChoice = placement
+        self.observed = observed
         self.model, self.planner, self.options = model, planner, options or RunOptions()
         self.ranks = ranks or Ranks()
         self.device = next(model.parameters()).device if device is None else device
 
     def score(self, rows: SliceRows, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Values of one slice in the shapes of its index, without gradients.
+        """Values of one slice in the shapes of its index, and sums over its trajectories, without gradients.
 
         On several processes, each scores its own, in as many forwards as the one that has most.
         """
@@ -123,7 +132,7 @@ class TreeUpdate:
             index = rows.index([window.tree.path(number) for number in range(len(trajectories))])
         with self._together_if_alone():
             scores = self._run(window.to(self.device), "score").score(names)
-        return {name: spread(scores.rows[name], index[name]) for name in names}
+        return {name: spread(value, index[name]) for name, value in scores.rows.items()} | scores.sums
 
     def run(
         self,
@@ -142,9 +151,11 @@ class TreeUpdate:
         Args:
             slices: whatever ``rows_of`` and ``loss`` understand; at least one. They are taken in order.
             rows_of: the trajectories of a slice and where its values lie on them, as a :class:`SliceRows`.
-            loss: of a slice and its values (by name, in the shapes of its index) a scalar. Sums are those of the whole
-                window, the same for every slice: a loss of several slices takes its own part of them. It may be called
-                several times for a slice, the last time on true values.
+            loss: of a slice and its values (by name, in the shapes of its index) a scalar. Sums are over the
+                trajectories of all slices of all ranks, the same for every slice: a loss of several slices takes its
+                own part of them. Of a sum by slice (:attr:`harts_hf.modeling.TreePass.slice_counts`), entry
+                ``r * len(slices) + i`` is that of slice ``i`` of rank ``r``. It may be called several times for a
+                slice, the last time on true values.
             names: of the values and sums that the loss reads.
             unscored: whether the loss's derivatives can be known without the values: "always", where they depend on
                 none (supervised training); "never"; or "probe", where they are believed not to, which is then tried on
@@ -160,9 +171,8 @@ class TreeUpdate:
 
         Raises:
             ValueError: no slices, a name that the slices' index lacks, a loss that reaches trainable tensors other
-                than its values or depends on none of them, trajectories that cannot be planned, sums in local
-                placement on several processes; after the backward, a loss with ``unscored="always"`` whose
-                derivatives depend on values.
+                than its values or depends on none of them, trajectories that cannot be planned; after the backward, a
+                loss with ``unscored="always"`` whose derivatives depend on values.
             OtherRankError: another process raised any of these, or another error outside a forward or backward.
         """
         if not slices:
@@ -172,12 +182,14 @@ class TreeUpdate:
                 f"expected a tuple of names and unscored to be one of {', '.join(get_args(Unscored))}, got {names!r} "
                 f"and {unscored!r}"
             )
-        ranks, started = self.ranks, time.perf_counter()
+        ranks, observed, started = self.ranks, self.observed, time.perf_counter()
         bytes_before, seconds_before = ranks.exchanged_bytes, ranks.exchange_seconds
         with ranks.together():
             rows = [rows_of(one) for one in slices]
             trajectories = [_checked(one.trajectories()) for one in rows]
-        needed_by = self._agreed_reason((reason or "loss") if unscored == "never" else "", len(slices), names)
+        needed_by = self._agreed_reason(
+            (reason or "loss") if unscored == "never" else "", len(slices), (*names, *observed)
+        )
         placed = place(
             self.planner,
             [tokens for part in trajectories for tokens in part],
@@ -185,7 +197,7 @@ class TreeUpdate:
             ranks,
             choice=self.placement,
             can_skip_scoring=needed_by is None,
-            names=names,
+            names=(*names, *observed),
         )
         window = placed.window.to(self.device)
         seconds = {"planning": time.perf_counter() - started}
@@ -198,13 +210,22 @@ class TreeUpdate:
                     f"expected names that the slices' index has with unscored={unscored!r}, got {', '.join(missing)} "
                     f"besides {', '.join(indices[0])} (sums are known after scoring only)"
                 )
-            if missing and ranks.count > 1 and placed.placement == "local":
-                raise ValueError(
-                    "expected values per row with several processes in local placement, got the sums "
-                    f"{', '.join(missing)}: use placement='global'"
-                )
+        table = None
+        if missing or observed:
+            sizes = [len(part) for part in trajectories]
+            is_global = placed.placement == "global"
+            number = window.tree.num_trajectories
+            table = SliceTable.of(sizes, ranks, is_global=is_global, num_trajectories=number)
         job = Job(
-            slices, indices, loss, names, window, self._like(), self.device if loss_device is None else loss_device
+            slices=slices,
+            indices=indices,
+            loss=loss,
+            names=names,
+            observed=observed,
+            window=window,
+            table=table,
+            like=self._like(),
+            loss_device=self.device if loss_device is None else loss_device,
         )
         shared = ranks if placed.placement == "global" else Ranks()
         coefficients = None
@@ -212,10 +233,9 @@ class TreeUpdate:
             coefficients = self._known_coefficients(job, shared, probing, compare=unscored == "probe")
             needed_by = None if coefficients is not None else "loss_of_log_probs"
         if coefficients is None:
-            total, difference = self._scored(job, shared, seconds)
+            total, scores, run = self._scored(job, shared, seconds)
         else:
-            total = self._unscored(job, shared, coefficients, seconds, on_trust=unscored == "always")
-            difference = 0.0
+            total, scores, run = self._unscored(job, shared, coefficients, seconds, on_trust=unscored == "always")
         if ranks.count > 1:
             seconds["exchange"] = ranks.exchange_seconds - seconds_before
         return UpdateReport(
@@ -225,9 +245,11 @@ class TreeUpdate:
             limits_raised=window.schedule.config != placed.planner.config,
             scoring_skipped=coefficients is not None,
             scoring_needed_by=needed_by,
-            recompute_difference=difference,
+            recompute_difference=run.recompute_difference,
             seconds=seconds,
             exchanged_bytes=ranks.exchanged_bytes - bytes_before,
+            sums={name: scores.sums[name] for name in observed},
+            routing_flips=run.routing_flips,
         )
 
     def _agreed_reason(self, own: str, num_slices: int, names: tuple[str, ...]) -> str | None:
@@ -275,31 +297,39 @@ class TreeUpdate:
         dtype = next(self.model.parameters()).dtype
         return torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=self.device)
 
-    def _run(self, window: TreeWindow, mode: Mode) -> WindowRun:
-        return WindowRun(self.model, window, self.options, ranks=self.ranks, mode=mode)
+    def _run(self, window: TreeWindow, mode: Mode, slices: SliceTable | None = None) -> WindowRun:
+        return WindowRun(self.model, window, self.options, ranks=self.ranks, slices=slices, mode=mode)
 
-    def _scored(self, job: Job, shared: Ranks, seconds: dict[str, float]) -> tuple[torch.Tensor, float]:
+    def _add_up(self, values: TreeValues, shared: Ranks) -> TreeValues:
+        """Values per row over the ranks that share the window; sums over all ranks, whoever computed them."""
+        rows = add_up_values(TreeValues(rows=values.rows), shared).rows
+        return TreeValues(rows=rows, sums=add_up_values(TreeValues(sums=values.sums), self.ranks).sums)
+
+    def _scored(
+        self, job: Job, shared: Ranks, seconds: dict[str, float]
+    ) -> tuple[torch.Tensor, TreeValues, WindowRun]:
         started = time.perf_counter()
-        run = self._run(job.window, "train")
+        run = self._run(job.window, "train", job.table)
         with self._together_if_alone():
-            scores = run.score(job.names)
-        scores = add_up_values(scores, shared)
+            scores = run.score((*job.names, *job.observed))
+        scores = self._add_up(scores, shared)
         seconds["scoring"] = time.perf_counter() - started
         with self.ranks.together():
             total, coefficients = job.loss_and_coefficients(scores)
-        coefficients = add_up_values(coefficients, shared)
+        coefficients = self._add_up(coefficients, shared)
         started = time.perf_counter()
         run.backward(coefficients)
         seconds["backward"] = time.perf_counter() - started
-        return total, run.recompute_difference
+        return total, scores, run
 
     def _unscored(
         self, job: Job, shared: Ranks, coefficients: TreeValues, seconds: dict[str, float], *, on_trust: bool
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, TreeValues, WindowRun]:
         """The schedule with coefficients that are known before, then the loss on the true values."""
         started = time.perf_counter()
-        run = self._run(job.window, "unscored")
-        scores = add_up_values(run.backward_unscored(coefficients, any_of_ranks(job.wanted(), shared)), shared)
+        run = self._run(job.window, "unscored", job.table)
+        wanted = any_of_ranks(job.wanted(), shared)
+        scores = self._add_up(run.backward_unscored(coefficients, wanted, sums=job.observed), shared)
         seconds |= {"scoring": 0.0}
         if on_trust:
             with self.ranks.together():
@@ -314,7 +344,7 @@ class TreeUpdate:
             with self.ranks.together(), torch.no_grad():
                 total = torch.stack(job.losses(job.leaves(scores))).sum()
         seconds |= {"backward": time.perf_counter() - started}
-        return total
+        return total, scores, run
 
 
 def _checked(trajectories: list[IntArray]) -> list[IntArray]:

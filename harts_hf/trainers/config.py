@@ -12,6 +12,7 @@ from harts_hf.rollouts.credit import TREE_CREDITS
 from harts_hf.rollouts.engines.vllm_probe import DEFAULT_MAX_GAP
 from harts_hf.rollouts.engines.vllm_server import ServerOptions
 from harts_hf.runtime.placing import PLACEMENTS
+from harts_hf.trainers.router_loss import SCOPES
 
 CREDITS = ("trajectory", *TREE_CREDITS)
 EPISODE_WEIGHTS = ("sample", "episode")
@@ -56,6 +57,16 @@ class TreeOptions:
         tree_deterministic (`bool`, *optional*, defaults to `False`):
             Whether attention on GPUs has to give the same bits in every run. FlashAttention-4's backward does not on
             Hopper; FlexAttention, which is slower, does.
+        tree_aux_scope (`str`, *optional*, defaults to `"slice"`):
+            Over which tokens the router's auxiliary loss (`router_aux_loss_coef`) takes its means: `"slice"`, those of
+            a micro-step of one process, as TRL has it; `"global"`, those of the optimizer step on all processes.
+        tree_expert_bias_update_speed (`float`, *optional*, defaults to `0.0`):
+            Of routers with a bias (`bailing_hybrid`, `kimi_linear`), by how much the bias of each expert is moved up
+            or down after an optimizer step in which it had less or more to do than the mean of its layer. `0` leaves
+            the bias as it is.
+        tree_replay_routing (`bool`, *optional*, defaults to `False`):
+            Whether the forward of each backward takes the experts that the scoring pass chose, at weights computed
+            anew, so that rounding flips none between the two.
         tree_fused_modules (`str`, *optional*, defaults to `"auto"`):
             `"auto"` runs norms, gates and experts on a GPU as single operations (of the same results but for
             rounding), `"off"` as Transformers has them.
@@ -116,6 +127,24 @@ class TreeOptions:
             "faster FlashAttention-4)."
         },
     )
+    tree_aux_scope: str = field(
+        default="slice",
+        metadata={
+            "help": "Over which tokens the router's auxiliary loss takes its means: a micro-step's on one process "
+            "('slice', as in TRL), or the optimizer step's on all ('global').",
+            "choices": list(SCOPES),
+        },
+    )
+    tree_expert_bias_update_speed: float = field(
+        default=0.0,
+        metadata={
+            "help": "By how much the bias of each expert moves after an optimizer step, towards equal load; 0: not."
+        },
+    )
+    tree_replay_routing: bool = field(
+        default=False,
+        metadata={"help": "Whether the forward of each backward takes the experts that the scoring pass chose."},
+    )
     tree_fused_modules: str = field(
         default="auto",
         metadata={
@@ -133,6 +162,13 @@ class TreeOptions:
             raise ValueError(
                 f"expected tree_fused_modules to be one of {', '.join(FUSED_MODULES)}, got {self.tree_fused_modules!r}"
             )
+        if not 0 <= self.tree_expert_bias_update_speed < float("inf"):
+            raise ValueError(
+                "expected tree_expert_bias_update_speed to be a finite number of at least 0, got "
+                f"{self.tree_expert_bias_update_speed}"
+            )
+        if self.tree_aux_scope not in SCOPES:
+            raise ValueError(f"expected tree_aux_scope to be one of {', '.join(SCOPES)}, got {self.tree_aux_scope!r}")
         if self.tree_placement not in PLACEMENTS:
             raise ValueError(
                 f"expected tree_placement to be one of {', '.join(PLACEMENTS)}, got {self.tree_placement!r}"

@@ -260,22 +260,31 @@ class TreeEpisodes:
         # An evaluation batch is a step of its own.
         totals = self._tree.totals or StepTotals.of([inputs], self._tree.ranks)
         with self._tree.ranks.gathering_ragged():
-            weights = inputs[WEIGHTS]
+            weights, router = inputs[WEIGHTS], self._tree.router_loss
             # Not the option, which may have changed since the rollouts. Rows of weight 0 have no terms.
-            if bool(((weights == 1) | (weights == 0)).all()):
+            is_plain = bool(((weights == 1) | (weights == 0)).all())
+            router_term: torch.Tensor | None = None
+            if is_plain and not router.is_on:
                 loss = parent.compute_loss(model, inputs, return_outputs, num_items_in_batch)
             else:
                 leaves = self._tree.leaves(model, inputs)
+                # A mean over a slice's tokens, not over rows: it is neither weighted nor scaled.
+                router_term = None if leaves.aux_loss is None else router.term(leaves.aux_loss)
 
                 def loss_of(
                     log_probs: torch.Tensor, entropies: torch.Tensor, batch: Mapping[str, Any]
                 ) -> torch.Tensor:
                     with self._tree.handing_out(leaves, log_probs, entropies):
-                        return parent.compute_loss(model, batch, return_outputs, num_items_in_batch)
+                        found = parent.compute_loss(model, batch, return_outputs, num_items_in_batch)
+                    return found if router_term is None else found - router_term.detach()
 
-                loss = weighed_loss(loss_of, inputs, leaves.log_probs, leaves.entropies)
+                if is_plain:
+                    loss = loss_of(leaves.log_probs, leaves.entropies, inputs)
+                else:
+                    loss = weighed_loss(loss_of, inputs, leaves.log_probs, leaves.entropies)
         factor = totals.factor(inputs, self._loss_is_mean_over or UNITS.get(self.loss_type, "rows"))
-        self._tree.scaled_loss = loss = loss if factor == 1 else loss * factor
+        loss = loss if factor == 1 else loss * factor
+        self._tree.scaled_loss = loss = loss if router_term is None else loss + router_term
         return loss
 
 

@@ -17,5 +17,6 @@ class TreeGMPOTrainer(TreeAdvantages, TreeOffPolicy, TreeEpisodes, TreeHooks, GM
     _tag_names = ["trl", "gmpo", "harts"]  # noqa: RUF012 - TRL's own convention
 
     _config_class = TreeGMPOConfig
+    router_loss = "absent"
     _accepts_token_advantages = False
     _loss_is_mean_over = "rows"

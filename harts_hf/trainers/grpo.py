@@ -25,3 +25,4 @@ class TreeGRPOTrainer(TreeAdvantages, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
     _tag_names = ["trl", "grpo", "harts"]  # noqa: RUF012 - TRL's own convention
 
     _config_class = TreeGRPOConfig
+    router_loss = "computed"

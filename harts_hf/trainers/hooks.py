@@ -5,13 +5,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling import patch
 from harts_hf.modeling.checks import check_trainable
+from harts_hf.modeling.patching import causal_lm_of
+from harts_hf.trainers.expert_load import ExpertBiasUpdate, ExpertLoadFiles, send_bias_to_engines
 from harts_hf.trainers.loading import load_tokenizer, loading_text_models
 from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.precision import keep_answers_wide
-from harts_hf.trainers.refusals import AUX_LOSS_MESSAGE, check_settings, check_trl_version
+from harts_hf.trainers.refusals import check_settings, check_trl_version
 from harts_hf.trainers.resuming import TreeCheckpoints
+from harts_hf.trainers.router_loss import Support
 from harts_hf.trainers.sampling import check_sampling
 from harts_hf.trainers.zero3 import gather_whole_layers
 
@@ -31,6 +35,8 @@ class TreeHooks(TreeCheckpoints):
 
     # The trainer's configuration class; a plain TRL one would lack the tree options.
     _config_class: type
+    # Whether the trainer's loss has the router's auxiliary loss.
+    router_loss: Support = "refused"
 
     def __init__(self, model: Any, reward_funcs: Any, args: Any = None, *more: Any, **kwargs: Any) -> None:
         self._begin_trl(super(), model, reward_funcs, self._checked_arguments(args), *more, **kwargs)
@@ -70,6 +76,21 @@ class TreeHooks(TreeCheckpoints):
         if reference is not None:
             patch(self.accelerator.unwrap_model(reference))
         self._tree: Any = policy_class(self)
+        self._begin_routers()
+
+    def _begin_routers(self) -> None:
+        load, speed = self._tree.expert_load, self.args.tree_expert_bias_update_speed
+        add_callback: Any = self.add_callback  # type: ignore[attr-defined]
+        if speed:
+            add_callback(ExpertBiasUpdate(self.model, load, speed))
+            send_bias_to_engines(self)
+        if load.observed:
+            add_callback(ExpertLoadFiles(load))
+        elif self.args.tree_replay_routing:
+            raise UnsupportedModelError(
+                "expected a mixture of experts with tree_replay_routing=True, got "
+                f"{type(causal_lm_of(self.model)).__name__}, which has no routers"
+            )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Trainer's; before any model is prepared, so that a reference model is treated as the policy is."""
@@ -87,26 +108,30 @@ class TreeHooks(TreeCheckpoints):
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
         **vision: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """TRL's hook: ``[B, logits_to_keep]`` log-probs and entropies, 0 where nothing is scored, and no aux loss.
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """TRL's hook: ``[B, logits_to_keep]`` log-probs and entropies, 0 where nothing is scored, and the router's
+        auxiliary loss.
 
         Inside an optimizer step's loss phase it hands out the leaves of the current slice; elsewhere (old and
         reference log-probs, evaluation, a teacher in a loss of the user's own) it scores the rows as a tree of their
         own. ``batch_size`` is the planner's business here.
 
         Raises:
-            ValueError: images, an auxiliary loss, an unpatched model, or a call that would need gradients of
-                anything but the policy's log-probs of the slice.
+            ValueError: images, an auxiliary loss where the trainer has none, an unpatched model, or a call that would
+                need gradients of anything but the policy's log-probs of the slice.
         """
         given = [name for name, value in vision.items() if value is not None]
         if given:
             raise ValueError(f"expected text only, got {', '.join(given)}")
-        if compute_aux_loss:
-            raise ValueError(AUX_LOSS_MESSAGE)
-        log_probs, entropies = self._tree.log_probs(
-            model, input_ids, attention_mask, logits_to_keep, entropy=compute_entropy
+        found: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] = self._tree.log_probs(
+            model,
+            input_ids,
+            attention_mask,
+            logits_to_keep,
+            entropy=compute_entropy,
+            aux_loss=compute_aux_loss,
         )
-        return log_probs, entropies, None
+        return found
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's. Slices of a step that an earlier call did not finish are dropped, as its gradients are.

@@ -9,8 +9,9 @@ from harts_hf.trainers.ranks import AccelerateRanks
 def tree_metrics(report: UpdateReport, ranks: AccelerateRanks) -> dict[str, float]:
     """What an update did, the same on every rank; a collective where there are several.
 
-    Counts are of all ranks together; seconds, differences and yes-or-no metrics are the largest of any rank. With
-    several ranks there are also
+    Where routes are replayed, ``routing_flips`` is the part of the replayed choices of experts that routers would have
+    made otherwise in the later forward. Counts are of all ranks together; seconds, differences and yes-or-no metrics
+    are the largest of any rank. With several ranks there are also
 
     - ``balance``: estimated seconds of a rank's own ops, the mean over ranks divided by the largest;
     - ``global_placement``: whether ranks shared one forest;
@@ -29,6 +30,7 @@ def tree_metrics(report: UpdateReport, ranks: AccelerateRanks) -> dict[str, floa
         "oversized_microbatches": len(schedule.oversized),
         "linear_calls": schedule.linear_calls,
     }
+    flips = {"flipped": float(report.routing_flips[0]), "replayed": float(report.routing_flips[1])}
     largest: dict[str, float] = {
         "logp_recompute_maxdiff": report.recompute_difference,
         "limits_raised": report.limits_raised,
@@ -38,13 +40,16 @@ def tree_metrics(report: UpdateReport, ranks: AccelerateRanks) -> dict[str, floa
     if ranks.count > 1:
         own = own_seconds(schedule, report.window.rank or 0)
         largest |= {"global_placement": is_global, "exchanged_bytes": report.exchanged_bytes, "slowest": own}
-        (summed, largest) = ranks.totals({**counts, "seconds": own}, largest)
+        (summed, largest) = ranks.totals({**counts, **flips, "seconds": own}, largest)
+        flips = {name: summed.pop(name) for name in flips}
         mean, slowest = summed.pop("seconds") / ranks.count, largest.pop("slowest")
         largest["balance"] = mean / slowest if slowest else 1.0
         # A plan for all ranks has counted the work of all of them already.
         counts = {**counts, "repeated_tokens": repeated_tokens(schedule)} if is_global else summed
     # What was reached, not what the tokens would allow: a feature that does nothing has to show.
     found = {"sharing_ratio": counts["expanded_tokens"] / counts["backward_tokens"], **counts, **largest}
+    if flips["replayed"]:
+        found["routing_flips"] = flips["flipped"] / flips["replayed"]
     if report.scoring_needed_by is not None:
         found[f"scoring_needed_by/{report.scoring_needed_by}"] = 1.0
     return {name: float(value) for name, value in found.items()}

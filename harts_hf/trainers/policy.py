@@ -21,7 +21,9 @@ from harts_hf.planner import DEFAULT_COST
 from harts_hf.runtime import RunOptions
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.update import Leaves, TreeUpdate, UpdateReport
+from harts_hf.trainers.expert_load import ExpertLoad
 from harts_hf.trainers.ranks import AccelerateRanks
+from harts_hf.trainers.router_loss import RouterLoss
 from harts_hf.trainers.rows import PaddedRows, token_ids
 from harts_hf.trainers.settings import Settings, SettingsOfSlices, read_settings
 from harts_hf.trainers.skipping import has_custom_loss, reason_to_score
@@ -54,6 +56,7 @@ class SliceLeaves:
         log_probs: ``[B, C]``.
         entropies: ``[B, C]``.
         rows: ``[B, P + C]`` token ids that they belong to.
+        aux_loss: of the router; None where the loss has none.
         with_grad: whether the loss is computed to be differentiated.
         adapters: which adapters of the policy were active; see :func:`active_adapters`.
     """
@@ -61,6 +64,7 @@ class SliceLeaves:
     log_probs: torch.Tensor
     entropies: torch.Tensor
     rows: torch.Tensor
+    aux_loss: torch.Tensor | None
     with_grad: bool
     adapters: Any
 
@@ -87,6 +91,8 @@ class TreePolicy:
 
     Attributes:
         planner: plans windows by the trainer's settings.
+        router_loss: the auxiliary loss of a mixture of experts.
+        expert_load: how much its experts have to do.
         options: how forwards run.
         slices: of the optimizer step so far.
         totals: during a step with episodes, what its slices hold together; else None.
@@ -101,6 +107,8 @@ class TreePolicy:
             trainer.accelerator,
             sharded_by_transformers=getattr(trainer, "is_distributed_loading_by_transformers", False),
         )
+        self.router_loss = RouterLoss(trainer, self.ranks)
+        self.expert_load = ExpertLoad(trainer.model)
         args = trainer.args
         self.options = RunOptions(
             temperature=trainer.temperature,  # TRL's own head keeps what it is at the start, too
@@ -110,6 +118,7 @@ class TreePolicy:
             expand_latents=args.tree_handoff_latents == "expanded",
             deterministic=args.tree_deterministic,
             fused_modules=args.tree_fused_modules == "auto",
+            replay_routing=args.tree_replay_routing,
         )
         self.slices: list[TRLSlice] = []
         self.totals: StepTotals | None = None
@@ -117,6 +126,12 @@ class TreePolicy:
         self._leaves: SliceLeaves | None = None
         self._settings: SettingsOfSlices | None = None
         self._inner: dict[int, Any] = {}
+        self._num_slices = 0  # of the running step
+
+    @property
+    def counts_all_tokens(self) -> bool:
+        """Whether a step computes tokens that no log-prob is asked of, since routers' statistics count them."""
+        return self.router_loss.is_on or self.trainer.args.tree_expert_bias_update_speed != 0
 
     @property
     def is_in_loss(self) -> bool:
@@ -129,21 +144,32 @@ class TreePolicy:
         self.slices.append(TRLSlice(batch=batch, number=number, settings=read_settings(self.trainer)))
 
     def log_probs(
-        self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_scored: int, entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What TRL's hook answers: ``[B, num_scored]`` log-probs and entropies, 0 where nothing is scored.
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        num_scored: int,
+        *,
+        entropy: bool,
+        aux_loss: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """What TRL's hook answers: ``[B, num_scored]`` log-probs and entropies, 0 where nothing is scored, and the
+        router's auxiliary loss.
 
         Inside the loss of a slice it hands out the slice's leaves; elsewhere it scores the rows as a tree of their
         own.
 
         Raises:
-            ValueError: an unpatched model, or a call that would need gradients of anything but the policy's log-probs
-                of the slice.
+            ValueError: an unpatched model, an auxiliary loss where the trainer has none, or a call that would need
+                gradients of anything but the policy's log-probs of the slice.
         """
+        if aux_loss and not self.router_loss.is_on:
+            raise ValueError(f"expected no call for an auxiliary loss of the router in {type(self.trainer).__name__}")
         asked, policy = self._unwrapped(model), self._unwrapped(self.trainer.model)
         leaves = self._leaves
         if leaves is not None and asked is policy and leaves.answers(policy, input_ids, num_scored):
-            return leaves.log_probs, leaves.entropies.float()  # TRL compares these with a float32 quantile
+            # TRL compares entropies with a float32 quantile.
+            return leaves.log_probs, leaves.entropies.float(), leaves.aux_loss if aux_loss else None
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in asked.parameters()):
             raise ValueError(
                 "expected gradients to be asked for the policy's log-probs of a step's own rows only, got "
@@ -152,10 +178,11 @@ class TreePolicy:
             )
         if not is_patched(asked):
             raise ValueError("expected a model that runs on trees, got an unpatched one: call harts_hf.patch on it")
-        rows = PaddedRows.from_tensors(input_ids, attention_mask, num_scored)
-        names = LABEL_VALUES if entropy else (LOG_PROB,)
+        rows = PaddedRows.from_tensors(input_ids, attention_mask, num_scored, keeps_all=aux_loss)
+        names = (*(LABEL_VALUES if entropy else (LOG_PROB,)), *(self.router_loss.names if aux_loss else ()))
         values = self._update(model, input_ids.device).score(rows, names)
-        return values[LOG_PROB], values[ENTROPY].float() if entropy else None
+        found = self.router_loss.of_batch(values) if aux_loss else None
+        return values[LOG_PROB], values[ENTROPY].float() if entropy else None, found
 
     def step(self, model: nn.Module, num_items: Any) -> UpdateReport:
         """Runs the kept slices as one update, with TRL's own loss."""
@@ -172,10 +199,12 @@ class TreePolicy:
             self.totals = self._totals([one.batch for one in slices])
             reasons = [self._reason_to_score(one) for one in slices]
             reason = next((found for found in reasons if found is not None), None)
+            self._num_slices = len(slices)
             return self._update(model, self.trainer.args.device).run(
                 slices,
-                lambda one: PaddedRows.from_batch(one.batch),
+                lambda one: PaddedRows.from_batch(one.batch, keeps_all=self.counts_all_tokens),
                 lambda one, leaves: self._loss(model, one, leaves, num_items, is_last=one is slices[-1]),
+                names=(*LABEL_VALUES, *self.router_loss.names),
                 unscored="probe" if reason is None else "never",
                 reason=reason or "",
                 probing=self._without_metrics,
@@ -190,15 +219,23 @@ class TreePolicy:
         """Those of the slice whose loss is being computed; elsewhere (evaluation) the scores of a batch."""
         if self._leaves is not None:
             return self._leaves
-        rows = PaddedRows.from_batch(batch)
-        values = self._update(model, batch["completion_ids"].device).score(rows, LABEL_VALUES)
-        return self._slice_leaves(batch, values)
+        rows = PaddedRows.from_batch(batch, keeps_all=self.router_loss.is_on)
+        names = (*LABEL_VALUES, *self.router_loss.names)
+        values = self._update(model, batch["completion_ids"].device).score(rows, names)
+        return self._slice_leaves(batch, values, self.router_loss.of_batch(values))
 
     @contextmanager
     def handing_out(self, leaves: SliceLeaves, log_probs: torch.Tensor, entropies: torch.Tensor) -> Iterator[None]:
-        """Inside, TRL's loss of the same rows sees these ``[B, C]`` values instead."""
+        """Inside, TRL's loss of the same rows sees these ``[B, C]`` values instead, and an auxiliary loss of the same
+        value that nothing is differentiated by."""
         before = self._leaves
-        self._leaves = replace(leaves, log_probs=log_probs, entropies=entropies, with_grad=torch.is_grad_enabled())
+        self._leaves = replace(
+            leaves,
+            log_probs=log_probs,
+            entropies=entropies,
+            aux_loss=None if leaves.aux_loss is None else leaves.aux_loss.detach(),
+            with_grad=torch.is_grad_enabled(),
+        )
         try:
             yield
         finally:
@@ -215,11 +252,12 @@ class TreePolicy:
                 f"none, got it for {sum(with_episodes)} of {len(batches)} micro-steps"
             )
 
-    def _slice_leaves(self, batch: dict[str, Any], values: Leaves) -> SliceLeaves:
+    def _slice_leaves(self, batch: dict[str, Any], values: Leaves, aux_loss: torch.Tensor | None) -> SliceLeaves:
         return SliceLeaves(
             log_probs=values[LOG_PROB],
             entropies=values[ENTROPY],
             rows=token_ids(batch),
+            aux_loss=aux_loss,
             with_grad=torch.is_grad_enabled(),
             adapters=active_adapters(self._unwrapped(self.trainer.model)),
         )
@@ -230,8 +268,16 @@ class TreePolicy:
         return self.trainer.accelerator.unwrap_model(model) if known is None else known
 
     def _update(self, model: nn.Module, device: Any) -> TreeUpdate:
-        placement = self.trainer.args.tree_placement
-        return TreeUpdate(model, self.planner, self.options, ranks=self.ranks, device=device, placement=placement)
+        is_policy = self._unwrapped(model) is self._unwrapped(self.trainer.model)
+        return TreeUpdate(
+            model,
+            self.planner,
+            self.options,
+            ranks=self.ranks,
+            device=device,
+            placement=self.trainer.args.tree_placement,
+            observed=self.expert_load.observed if is_policy else (),
+        )
 
     def _loss_device(self, slices: list[TRLSlice]) -> str | None:
         """The CPU for TRL's own losses and batches of a size that a CPU is quick at: on a GPU a loss is a hundred
@@ -249,7 +295,8 @@ class TreePolicy:
         assert self._settings is not None
         self._settings.apply(one.number)
         trainer = self.trainer
-        self._leaves = self._slice_leaves(one.batch, leaves)
+        aux_loss = self.router_loss.of_slice(leaves, one.number, self._num_slices)
+        self._leaves = self._slice_leaves(one.batch, leaves, aux_loss)
         try:
             with self.ranks.marked(is_last), trainer.compute_loss_context_manager():
                 loss: Any = trainer.compute_loss(model, one.batch, num_items_in_batch=num_items)

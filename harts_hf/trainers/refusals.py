@@ -14,12 +14,9 @@ from harts_hf.errors import HartsWarning, UnsupportedModelError
 from harts_hf.modeling.checks import REENTRANT_MESSAGE, check_experts, check_parallel_sizes
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.ranks import check_backend
+from harts_hf.trainers.zero3 import gathers_whole_layers
 
 TRL_RANGE = ("1.16", "1.17")
-AUX_LOSS_MESSAGE = (
-    "expected no MoE auxiliary loss, got one: its value over a tree is not computed yet, and leaving it out would "
-    "change the objective silently; set router_aux_loss_coef=0 to train without it"
-)
 
 
 def check_trl_version() -> None:
@@ -77,12 +74,19 @@ def check_settings(trainer: Any) -> None:
     check_parallel_sizes(
         {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
     )
-    check_experts(causal_lm_of(trainer.model), zero3=is_deepspeed_zero3_enabled())
+    by_module = is_deepspeed_zero3_enabled() and not gathers_whole_layers(trainer.model, trainer.accelerator)
+    check_experts(causal_lm_of(trainer.model), zero3=by_module)
     kwargs = args.gradient_checkpointing_kwargs or {}
+    has_coefficient = getattr(trainer, "aux_loss_enabled", False)
     # They step inside the backward, so several times in a window of several microbatches.
     optimizers = [name for name in OptimizerNames if name.endswith(("lomo", "layerwise"))]
     refused: list[tuple[bool, str, str]] = [
-        (getattr(trainer, "aux_loss_enabled", False), "", AUX_LOSS_MESSAGE),
+        (
+            has_coefficient and trainer.router_loss == "refused",
+            f"no auxiliary loss of the router in {type(trainer).__name__}, whose loss has no place for it",
+            f"router_aux_loss_coef={getattr(trainer, 'router_aux_loss_coef', None)}: set router_aux_loss_coef=0 to "
+            "train without it",
+        ),
         (args.fp16, "bf16 or fp32 training (states would overflow in fp16)", "fp16=True"),
         (args.torch_compile, "an uncompiled model", "torch_compile=True"),
         (args.use_liger_kernel, "the model's own layers", "use_liger_kernel=True"),
@@ -102,3 +106,10 @@ def check_settings(trainer: Any) -> None:
     for wrong, expected, got in refused:
         if wrong:
             raise UnsupportedModelError(f"expected {expected}, got {got}" if expected else got)
+    if has_coefficient and trainer.router_loss == "absent":
+        warnings.warn(
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef} has no effect: GMPO's loss has no auxiliary loss of "
+            "the router, in TRL neither",
+            HartsWarning,
+            stacklevel=4,
+        )

@@ -17,6 +17,7 @@ class TreeRLOOTrainer(TreeHooks, RLOOTrainer, TreeStep):  # type: ignore[misc]
     _tag_names = ["trl", "rloo", "harts"]  # noqa: RUF012 - TRL's own convention
 
     _config_class = TreeRLOOConfig
+    router_loss = "computed"
 
     def __init__(self, model: Any, reward_funcs: Any, args: Any = None, *more: Any, **kwargs: Any) -> None:
         if kwargs.pop("rollout_func", None) is not None:

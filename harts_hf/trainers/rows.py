@@ -16,27 +16,35 @@ from harts_hf.tree import IntArray
 class PaddedRows:
     """One TRL batch of ``B`` rows, left-padded prompts and right-padded completions of ``C`` columns.
 
-    Rows without a token to score (truncated ones that TRL masks) take no part.
+    Rows without a token to score (truncated ones that TRL masks) take no part, unless ``keeps_all``: the router's
+    auxiliary loss and the experts' load count their prompts.
 
     Attributes:
         input_ids: ``[B, P + C]``.
         attention_mask: ``[B, P + C]``, 1 on real tokens; 0 on all completion columns of a row that is left out.
         num_scored: C.
+        keeps_all: whether rows without a token to score take part.
     """
 
     input_ids: NDArray[np.int64]
     attention_mask: NDArray[np.int64]
     num_scored: int
+    keeps_all: bool = False
 
     @classmethod
-    def from_tensors(cls, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_scored: int) -> "PaddedRows":
+    def from_tensors(
+        cls, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_scored: int, *, keeps_all: bool = False
+    ) -> "PaddedRows":
         """From TRL's tensors, on any device.
 
         Raises:
             ValueError: a row with scored tokens but no prompt (nothing would predict its first token).
         """
         rows = cls(
-            input_ids=input_ids.cpu().numpy(), attention_mask=attention_mask.cpu().numpy(), num_scored=num_scored
+            input_ids=input_ids.cpu().numpy(),
+            attention_mask=attention_mask.cpu().numpy(),
+            num_scored=num_scored,
+            keeps_all=keeps_all,
         )
         empty = np.flatnonzero(rows.is_scored & ~rows.attention_mask[:, :-num_scored].any(axis=1))
         if empty.size:
@@ -44,10 +52,10 @@ class PaddedRows:
         return rows
 
     @classmethod
-    def from_batch(cls, batch: dict[str, Any]) -> "PaddedRows":
+    def from_batch(cls, batch: dict[str, Any], *, keeps_all: bool = False) -> "PaddedRows":
         """From a batch of TRL's; errors as in :meth:`from_tensors`."""
         masks = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        return cls.from_tensors(token_ids(batch), masks, batch["completion_ids"].shape[1])
+        return cls.from_tensors(token_ids(batch), masks, batch["completion_ids"].shape[1], keeps_all=keeps_all)
 
     @property
     def is_scored(self) -> Any:
@@ -59,8 +67,8 @@ class PaddedRows:
         return self.input_ids[row][self.attention_mask[row] != 0]
 
     def trajectories(self) -> list[IntArray]:
-        """The real tokens of every row with a token to score."""
-        return [self.tokens(row) for row in np.flatnonzero(self.is_scored).tolist()]
+        """The real tokens of every row that takes part."""
+        return [self.tokens(row) for row in self._rows()]
 
     def stand_in(self) -> IntArray:
         """The first row's real tokens."""
@@ -69,10 +77,14 @@ class PaddedRows:
     def index(self, paths: Sequence[IntArray]) -> dict[str, NDArray[np.int64]]:
         """``[B, C]``, for log-probs and entropies alike, the tree row whose token a column holds; -1 for none."""
         index = np.full((len(self.input_ids), self.num_scored), -1, np.int64)
-        for row, path in zip(np.flatnonzero(self.is_scored).tolist(), paths, strict=True):
+        for row, path in zip(self._rows(), paths, strict=True):
             in_completion = self.attention_mask[row, -self.num_scored :] != 0
             index[row, in_completion] = path[len(path) - int(in_completion.sum()) :]
         return dict.fromkeys(LABEL_VALUES, index)
+
+    def _rows(self) -> list[int]:
+        takes_part = self.attention_mask.any(axis=1) if self.keeps_all else self.is_scored
+        return np.flatnonzero(takes_part).tolist()
 
 
 def token_ids(batch: dict[str, Any]) -> torch.Tensor:

@@ -73,6 +73,7 @@ class TreeSFTTrainer(TreeHooks, SFTTrainer, TreeStep):
 
     _tag_names = ["trl", "sft", "harts"]  # noqa: RUF012 - TRL's own convention
     _config_class = TreeSFTConfig
+    router_loss = "computed"
     temperature = 1.0
     # What checkpoints keep of a generation batch: there is none.
     _step = 0

@@ -16,6 +16,8 @@ from harts_hf.trainers.texts import LabelledRows
 
 # Of a row: its loss counts so many times.
 WEIGHT = "weight"
+# Among a slice's leaves, the router's auxiliary loss.
+AUX_LOSS = "aux_loss"
 
 
 class TreeTexts(TreePolicy):
@@ -30,15 +32,18 @@ class TreeTexts(TreePolicy):
         slices, self.slices = self.slices, []
         with self.ranks.together():
             self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
-        depends_on_values = self.trainer.args.loss_type != "nll"
+        loss_type = self.trainer.args.loss_type
+        reason = "" if loss_type == "nll" else f"loss_type_{loss_type}"
+        reason = "router_aux_loss" if self.router_loss.is_on else reason
+        self._num_slices = len(slices)
         try:
             return self._update(model, self.trainer.args.device).run(
                 slices,
-                lambda one: LabelledRows.from_batch(one.batch),
+                lambda one: LabelledRows.from_batch(one.batch, keeps_all=self.counts_all_tokens),
                 lambda one, leaves: self._loss_of_texts(model, one, leaves, num_items),
-                names=HEAD_VALUES,
-                unscored="never" if depends_on_values else "always",
-                reason=f"loss_type_{self.trainer.args.loss_type}",
+                names=(*HEAD_VALUES, *self.router_loss.names),
+                unscored="never" if reason else "always",
+                reason=reason,
                 probing=self._without_metrics,
             )
         finally:
@@ -46,12 +51,14 @@ class TreeTexts(TreePolicy):
 
     def answer(self, model: nn.Module, batch: dict[str, Any]) -> FusedCausalLMOutput:
         """What TRL's loss asks its model for: ``[B, T - 1]`` of each label, leaves inside a step's loss."""
-        rows = LabelledRows.from_batch(batch)
+        rows = LabelledRows.from_batch(batch, keeps_all=self.router_loss.is_on)
         leaves: Any = self._leaves
         if leaves is None:
             if torch.is_grad_enabled():
                 raise ValueError("expected losses outside an optimizer step under torch.no_grad(), got one with")
-            leaves = self._update(model, batch["input_ids"].device).score(rows, HEAD_VALUES)
+            names = (*HEAD_VALUES, *self.router_loss.names)
+            values = self._update(model, batch["input_ids"].device).score(rows, names)
+            leaves = {**values, AUX_LOSS: self.router_loss.of_batch(values)}
         log_probs = leaves[LOG_PROB]
         weights = batch.get(WEIGHT)
         if weights is not None:
@@ -61,13 +68,15 @@ class TreeTexts(TreePolicy):
             entropy=leaves[ENTROPY].detach(),
             is_top1=leaves[IS_TOP1] > 0,
             label_mask=rows.label_mask.to(log_probs.device),
+            aux_loss=leaves[AUX_LOSS],
         )
 
     def _loss_of_texts(self, model: nn.Module, one: TRLSlice, leaves: Leaves, num_items: Any) -> torch.Tensor:
         assert self._settings is not None
         self._settings.apply(one.number)
         trainer = self.trainer
-        self._leaves = leaves  # type: ignore[assignment]
+        aux_loss = self.router_loss.of_slice(leaves, one.number, self._num_slices)
+        self._leaves = {**leaves, AUX_LOSS: aux_loss}  # type: ignore[assignment]
         try:
             with trainer.compute_loss_context_manager():
                 loss: Any = trainer.compute_loss(model, dict(one.batch), num_items_in_batch=num_items)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from harts_hf.trainers.router_loss import has_router_loss
+
 # Batch entries through which a loss compares the policy with other log-probs.
 OTHER_LOG_PROBS = ("old_per_token_logps", "old_logps", "ref_per_token_logps", "importance_sampling_ratio")
 
@@ -22,7 +24,7 @@ def reason_to_score(trainer: Any, batch: dict[str, Any]) -> str | None:
     Without any, the importance ratio is 1 wherever TRL differentiates it, so ``dL/dlogp`` can be taken at any
     placeholder. All of these are needed: no old log-probs (so generation aligned with optimizer steps and no
     importance-sampling correction of vLLM), no KL term, no entropy bonus, no entropy quantile, no off-policy mask, no
-    auxiliary loss (which tree trainers refuse) and no loss of the user's own.
+    auxiliary loss of a router (whose coefficients are the fractions of the choices) and no loss of the user's own.
     """
     for name in OTHER_LOG_PROBS:
         if batch.get(name) is not None:
@@ -31,6 +33,7 @@ def reason_to_score(trainer: Any, batch: dict[str, Any]) -> str | None:
         ("beta", getattr(trainer, "beta", 0.0) != 0.0),
         ("entropy_bonus", getattr(trainer, "_entropy_bonus_enabled", False)),
         ("top_entropy_quantile", getattr(trainer, "top_entropy_quantile", 1.0) < 1.0),
+        ("router_aux_loss", has_router_loss(trainer)),
         ("off_policy_mask_threshold", getattr(trainer, "off_policy_mask_threshold", None) is not None),
     )
     return next((name for name, prevents in settings if prevents), "custom_loss" if has_custom_loss(trainer) else None)

@@ -28,8 +28,8 @@ class TreeStep(_BaseTrainer):
         self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Returns the slice's loss, detached; all of it at the last micro-step, as their sum is what is logged."""
-        # Goes through all modules, so not at every micro-step. An evaluation leaves the model inside a wrapper (DDP,
-        # DeepSpeed) in eval mode, and the wrapper as it was.
+        # Goes through all modules, so not at every micro-step. An evaluation leaves the model inside a wrapper of DDP
+        # or DeepSpeed in eval mode, and the wrapper as it was.
         if self.accelerator.sync_gradients or not (model.training and self.model.training):
             model.train()
         optimizer: Any = self.optimizer
@@ -39,7 +39,8 @@ class TreeStep(_BaseTrainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         report = self._tree.step(model, num_items_in_batch)
-        for name, value in tree_metrics(report, self._tree.ranks).items():
+        metrics = tree_metrics(report, self._tree.ranks) | self._tree.expert_load.note(report.sums)
+        for name, value in metrics.items():
             self._metrics["train"][f"tree/{name}"].append(value)
         empty_cache = self.args.torch_empty_cache_steps
         if empty_cache is not None and self.state.global_step % empty_cache == 0:

@@ -18,20 +18,23 @@ IGNORED = -100  # PyTorch's and TRL's mark of a token without a loss
 class LabelledRows:
     """A batch of ``B`` rows of ``T`` columns, padded anywhere.
 
-    What stands after a row's last label changes nothing and is not computed; a row without labels takes no part.
+    What stands after a row's last label changes nothing and is not computed, and a row without labels takes no part,
+    unless ``keeps_all``: the router's auxiliary loss and the experts' load count all tokens.
 
     Attributes:
         input_ids: ``[B, T]``.
         is_real: ``[B, T]`` bool, not padding.
         is_label: ``[B, T]`` bool, tokens with a loss; a row's first token is none, as nothing predicts it.
+        keeps_all: whether all real tokens are computed.
     """
 
     input_ids: NDArray[np.int64]
     is_real: NDArray[np.bool_]
     is_label: NDArray[np.bool_]
+    keeps_all: bool = False
 
     @classmethod
-    def from_batch(cls, batch: dict[str, Any]) -> "LabelledRows":
+    def from_batch(cls, batch: dict[str, Any], *, keeps_all: bool = False) -> "LabelledRows":
         """From TRL's ``input_ids``, ``labels`` and ``attention_mask``, on any device.
 
         Raises:
@@ -56,10 +59,10 @@ class LabelledRows:
                 f"{input_ids[row, column]} (row {row}, column {column})"
             )
         first = is_real & (is_real.cumsum(axis=1) == 1)
-        return cls(input_ids=input_ids, is_real=is_real, is_label=is_label & ~first)
+        return cls(input_ids=input_ids, is_real=is_real, is_label=is_label & ~first, keeps_all=keeps_all)
 
     def trajectories(self) -> list[IntArray]:
-        """Of every row with a label, its real tokens up to the last one."""
+        """Of every row with a label, its real tokens up to the last one; or all of all rows."""
         return [self.input_ids[row][self._computed(row)] for row in self._rows()]
 
     def stand_in(self) -> IntArray:
@@ -79,8 +82,11 @@ class LabelledRows:
         return torch.from_numpy(self.is_label[:, 1:])
 
     def _rows(self) -> list[int]:
-        return np.flatnonzero(self.is_label.any(axis=1)).tolist()
+        takes_part = self.is_real if self.keeps_all else self.is_label
+        return np.flatnonzero(takes_part.any(axis=1)).tolist()
 
     def _computed(self, row: int) -> NDArray[np.bool_]:
+        if self.keeps_all:
+            return self.is_real[row]
         last = int(np.flatnonzero(self.is_label[row])[-1])
         return self.is_real[row] & (np.arange(self.input_ids.shape[1]) <= last)

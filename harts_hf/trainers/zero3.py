@@ -24,16 +24,29 @@ def gather_whole_layers(model: nn.Module, accelerator: Any) -> bool:
     Returns:
         Whether layers are gathered at once.
     """
+    if not gathers_whole_layers(model, accelerator):
+        return False
+    from deepspeed.utils import set_z3_leaf_module
+
+    for layer in _layers(model):
+        set_z3_leaf_module(layer, True)
+    return True
+
+
+def gathers_whole_layers(model: nn.Module, accelerator: Any) -> bool:
+    """Whether :func:`gather_whole_layers` would."""
     if not is_deepspeed_zero3_enabled():
         return False
     plugin = accelerator.state.deepspeed_plugin
     named = plugin.deepspeed_config["zero_optimization"].get("leaf_module") or plugin.transformer_moe_cls_names
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    trained = all(parameter.requires_grad for layer in layers for parameter in layer.parameters())
-    if named or not trained or any(getattr(module, "_z3_leaf", False) for module in model.modules()):
-        return False
-    from deepspeed.utils import set_z3_leaf_module
+    named = named or any(getattr(module, "_z3_leaf", False) for module in model.modules())
+    return not named and not has_frozen_layers(model)
 
-    for layer in layers:
-        set_z3_leaf_module(layer, True)
-    return True
+
+def has_frozen_layers(model: nn.Module) -> bool:
+    """Whether a parameter of a layer is not trained, as with adapters."""
+    return any(not parameter.requires_grad for layer in _layers(model) for parameter in layer.parameters())
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from harts_hf.modeling import patch, unpatch
+from harts_hf.modeling import has_routers, patch, unpatch
 from harts_hf.planner import PlannerConfig
 from harts_hf.tree import IntArray, RolloutTree
 from harts_hf.verify.kinds import parameter_kinds
@@ -50,6 +50,7 @@ def verify(
     planner: PlannerConfig | None = None,
     with_oracle: bool = True,
     seed: int = 0,
+    router_loss: float = 0.0,
     progress: Progress = lambda draw, way: None,
 ) -> Verdict:
     """Computes log-probs and gradients of every draw in several ways and compares them.
@@ -69,15 +70,19 @@ def verify(
         planner: how the tree is run; sharing always if None. It is run once more as :func:`planner_of_parts` says.
         with_oracle: whether to compare with float64 (where it fits into memory).
         seed: of the weights.
+        router_loss: coefficient of the router's auxiliary loss over all trajectories of a draw, which is added to what
+            gradients are of.
         progress: called with the index of the draw and the way before each is computed.
 
     Raises:
         UnsupportedModelError: a model that tree training does not support.
-        ValueError: no draws, or a draw without trajectories or with one of fewer than two tokens; NaN or infinity in
-            the model, or in what it computes unpatched.
+        ValueError: a router's loss of a model without routers, no draws, or a draw without trajectories or with one of
+            fewer than two tokens; NaN or infinity in the model, or in what it computes unpatched.
     """
     _check_draws(draws)
     unpatch(patch(model))  # refuses what is not supported before anything is computed
+    if router_loss and not has_routers(model):
+        raise ValueError(f"expected a mixture of experts with router_loss={router_loss}, got {type(model).__name__}")
     _check_finite("parameters and buffers", {**dict(model.named_parameters()), **dict(model.named_buffers())})
     planner = planner or PlannerConfig(sharing="always")
     oracle = build_oracle(model) if with_oracle else None
@@ -86,7 +91,7 @@ def verify(
     gradients = {name: GradientErrors(kind=kind) for name, kind in parameter_kinds(model).items()}
     for number, trajectories in enumerate(draws):
         weights = _weights(trajectories, seed + number)
-        measured = _measure(model, oracle, trajectories, weights, planner, partial(progress, number))
+        measured = _measure(model, oracle, trajectories, weights, planner, router_loss, partial(progress, number))
         _add_draw(log_probs, gradients, measured, indices[number])
 
     def verdict() -> Verdict:
@@ -105,9 +110,9 @@ def verify(
     for number, trajectories in enumerate(draws):
         progress(number, ROUNDED)
         weights = _weights(trajectories, seed + number)
-        exact = measure_expanded(model, trajectories, weights)
+        exact = measure_expanded(model, trajectories, weights, router_loss=router_loss)
         for run in range(number * runs, (number + 1) * runs):
-            moved = measure_rounded(model, trajectories, weights, seed=run)
+            moved = measure_rounded(model, trajectories, weights, seed=run, router_loss=router_loss)
             change = (moved.log_probs - exact.log_probs).square().mean().item()
             _add(log_probs.changes, indices[number], _finite(change) / runs / indices.count(indices[number]))
             for name, gradient in exact.gradients.items():
@@ -184,21 +189,22 @@ def _measure(
     trajectories: Sequence[IntArray],
     weights: Sequence[torch.Tensor],
     planner: PlannerConfig,
+    router_loss: float,
     progress: Callable[[Way], None],
 ) -> dict[Way, Measured]:
     measured: dict[Way, Measured] = {}
     expanded: tuple[tuple[Way, int], ...] = ((EXPANDED, 1), (AGAIN, 1), (BATCHED, 2))
     for way, batch_size in expanded:
         progress(way)
-        measured[way] = measure_expanded(model, trajectories, weights, batch_size=batch_size)
+        measured[way] = measure_expanded(model, trajectories, weights, batch_size=batch_size, router_loss=router_loss)
     _check_finite("results", {"the log-probs": measured[EXPANDED].log_probs, **measured[EXPANDED].gradients})
     tree: tuple[tuple[Way, PlannerConfig], ...] = ((TREE, planner), (PARTS, planner_of_parts(trajectories, planner)))
     for way, config in tree:
         progress(way)
-        measured[way] = measure_tree(model, trajectories, weights, config)
+        measured[way] = measure_tree(model, trajectories, weights, config, router_loss=router_loss)
     if oracle is not None:
         progress(ORACLE)
-        measured[ORACLE] = measure_oracle(oracle, trajectories, weights)
+        measured[ORACLE] = measure_oracle(oracle, trajectories, weights, router_loss=router_loss)
     return measured
 
 

@@ -26,6 +26,12 @@ _EXACT = frozenset((
 # fmt: on
 
 
+def _counts(kwargs: dict[str, Any] | None) -> bool:
+    """Whether an operation is to give integers: where experts' rows end are sums of counts that are held as floats."""
+    dtype = (kwargs or {}).get("dtype")
+    return isinstance(dtype, torch.dtype) and not dtype.is_floating_point
+
+
 class RandomRoundings(TorchDispatchMode):
     """Within it every floating-point number that an operation of PyTorch reads is moved by epsilon, up or down.
 
@@ -47,7 +53,7 @@ class RandomRoundings(TorchDispatchMode):
     ) -> Any:
         schema = func._schema
         is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
-        if is_view or schema.name.removeprefix("aten::").rstrip("_") in _EXACT:
+        if is_view or schema.name.removeprefix("aten::").rstrip("_") in _EXACT or _counts(kwargs):
             return func(*args, **(kwargs or {}))
         moved = [
             value if given.alias_info is not None else self._moved(value)

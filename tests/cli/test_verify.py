@@ -196,3 +196,17 @@ def test_rollouts_that_predict_nothing_and_models_of_nan(models, rollouts, tmp_p
     model.save_pretrained(tmp_path / "nan")
     status, output = run("--model", tmp_path / "nan", rollouts, capsys=capsys)
     assert status == 2 and "got NaN or infinity in lm_head.weight" in output.err
+
+
+def test_router_loss(rollouts, tmp_path, monkeypatch, capsys):
+    """With a router's auxiliary loss: PASS, FAIL where shared tokens count once, refused without routers."""
+    tiny_model("qwen3_next", seed=3).save_pretrained(tmp_path / "experts")
+    arguments = ("--model", tmp_path / "experts", rollouts, "--max-tokens", 500, "--draws", 2, "--router-loss", 50)
+    status, output = run(*arguments, capsys=capsys)
+    assert status == 0 and "with 50.0 times the router's" in output.out, output.out
+    planted.router_counts_of_one_in_sums(monkeypatch)
+    status, output = run(*arguments, capsys=capsys)
+    assert status == 1 and "gradients of routers on the tree: RMS error" in output.out, output.out
+    tiny_model("qwen3_5_text", seed=3).save_pretrained(tmp_path / "dense")
+    status, output = run("--model", tmp_path / "dense", rollouts, "--router-loss", 1, capsys=capsys)
+    assert status == 2 and "mixture of experts with router_loss=1.0" in output.err

@@ -44,6 +44,19 @@ FSDP = [
     "fsdp2:qwen3_5_moe_text:random:replay:checkpointing",
     *("fsdp2_whole:qwen3_5_text:stock", "fsdp2_whole:qwen3_5_text:random:nested"),  # scored: two iterations
 ]
+# The router's auxiliary loss of each rank's own rows, whoever computes them.
+ROUTER = [
+    "ddp:qwen3_5_moe_text:stock:router",
+    "ddp:qwen3_5_moe_text:global:replay:router",
+    "ddp:qwen3_5_moe_text:local:replay:router",
+    "fsdp2:qwen3_5_moe_text:stock:router:checkpointing",
+    "fsdp2:qwen3_5_moe_text:global:replay:router:checkpointing",
+]
+# Experts one by one, where DeepSpeed gathers layer by layer.
+ZERO3_EXPERTS = [
+    "zero3:qwen3_5_moe_text:stock:router:checkpointing",
+    "zero3:qwen3_5_moe_text:global:replay:router:checkpointing",
+]
 ZERO = [
     *("zero1:qwen3_5_text:stock", "zero1:qwen3_5_text:random:nested"),
     *("zero2:qwen3_5_text:stock", "zero2:qwen3_5_text:random:nested"),
@@ -99,7 +112,14 @@ def check(found: dict[str, list[dict]], case: str) -> None:
             if other["parameters"] and backend != "zero3":
                 assert torch.equal(other["parameters"][name], ours[0]["parameters"][name]), f"{name} differs by rank"
     for stock_log, log in zip(stock[0]["logs"][:-1], ours[0]["logs"][:-1], strict=True):
-        for name in {"loss", "entropy", "reward", "clip_ratio/region_mean", "clip_ratio/low_min"} & stock_log.keys():
+        for name in {
+            "loss",
+            "entropy",
+            "reward",
+            "aux_loss",
+            "clip_ratio/region_mean",
+            "clip_ratio/low_min",
+        } & stock_log.keys():
             assert log[name] == pytest.approx(stock_log[name], abs=1e-5), name
         if "eval_loss" in log:
             assert log["eval_loss"] == pytest.approx(stock_log["eval_loss"], abs=1e-5)
@@ -129,6 +149,8 @@ def folder(tmp_path_factory):
     [
         pytest.param(2, DDP, id="ddp"),
         pytest.param(2, FSDP, id="fsdp2"),
+        pytest.param(2, ROUTER, id="router"),
+        pytest.param(2, ZERO3_EXPERTS, id="zero3-experts", marks=pytest.mark.slow),
         pytest.param(2, ZERO, id="zero", marks=pytest.mark.slow),
         pytest.param(2, ZERO3, id="zero3", marks=pytest.mark.slow),
         pytest.param(3, THREE, id="three", marks=pytest.mark.slow),

@@ -37,6 +37,7 @@ OPTIONS = {
     "unused": {"ddp_find_unused_parameters": True, "gradient_checkpointing": False},
     "scored": {"num_iterations": 2, "epsilon": 0.02, "learning_rate": 0.01},
     "entropy": {"entropy_coef": 0.05},
+    "router": {"router_aux_loss_coef": 0.3},
     "evaluated": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
     "lora": {},
     "unarmed": {},  # planted: DDP's reducer is not told of a last backward that does not follow its forward
@@ -111,7 +112,7 @@ def run(case: str, folder: Path) -> dict:
     from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 
     backend, family, kind, *options = case.split(":")
-    arguments = recorded.arguments(folder, router_aux_loss_coef=0.0, **KINDS[kind])
+    arguments = recorded.arguments(folder, **{"router_aux_loss_coef": 0.0, **KINDS[kind]})
     for option in options:
         arguments |= {k: v for k, v in OPTIONS[option].items() if kind != "stock" or not k.startswith("tree_")}
     arguments |= {k: v for k, v in backend_options(backend).items() if k not in arguments}

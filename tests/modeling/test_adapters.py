@@ -42,7 +42,9 @@ ALLOWED = {
     "lora-dora": lambda: LoraConfig(use_dora=True, target_modules=["q_proj", "in_proj_qkv", "embed_tokens"]),
     "lora-kasa": lambda: LoraConfig(kasa_config=KasaConfig(), **ONE),
     "lora-mica": lambda: LoraConfig(init_lora_weights="mica", **ONE),
-    "lora-parameters": lambda: LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"], **ONE),
+    "lora-parameters": lambda: LoraConfig(
+        r=2, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"], **ONE
+    ),
     "lora-pissa": lambda: LoraConfig(init_lora_weights="pissa", **ONE),
     "lora-qalora": lambda: LoraConfig(use_qalora=True, qalora_group_size=8, **ONE),
     "lora-rslora": lambda: LoraConfig(use_rslora=True, **ONE),

@@ -289,11 +289,23 @@ def test_adapters_of_parameters_are_no_change():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
 
 
-def test_adapters_of_experts_are_no_change_in_the_first_window():
-    """PEFT registers an adapted parameter anew in each forward, behind those of its module that it does not adapt."""
-    config = LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+@pytest.mark.parametrize(
+    "targets",
+    [["experts.gate_up_proj"], ["experts.gate_up_proj", "experts.down_proj"], ["gate.weight"]],
+    ids=["one", "nested", "router"],
+)
+def test_adapters_of_experts_are_no_change_in_the_first_window(targets):
+    """PEFT registers an adapted parameter anew in each forward, behind those of its module that it does not adapt.
+
+    Two parameters of a module have a wrapper within a wrapper; a router's weight is a bare parameter.
+    """
+    parameters = [f"mlp.{target}" for target in targets]
+    config = LoraConfig(target_modules=["q_proj"], target_parameters=parameters, init_lora_weights=False)
     model = get_peft_model(tiny_model("qwen3_next"), config)
     before = [name for name, _ in model.named_parameters()]
     sum(value.sum() for value in tree_logprobs(model, branching(65, vocab=VOCAB))).backward()
     after = [name for name, _ in model.named_parameters()]
-    assert before != after and sorted(before) == sorted(after)
+    assert sorted(before) == sorted(after)
+    assert before != after or targets != ["experts.gate_up_proj"]  # what the first window is about
+    for name, parameter in model.named_parameters():
+        assert not parameter.requires_grad or parameter.grad.abs().max() > 0, name

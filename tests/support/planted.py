@@ -16,8 +16,9 @@ from harts_hf.batch import AttentionIntervals, LinearTables, TreeBatch
 from harts_hf.kernels.conv import torch as conv_torch
 from harts_hf.kernels.gather import torch as gather_torch
 from harts_hf.kernels.linear_attention import torch as linear_torch
-from harts_hf.modeling import Wanted, forwards, patching
+from harts_hf.modeling import Wanted, forwards, patching, routers, routing
 from harts_hf.runtime import TreeWindow, job
+from harts_hf.runtime.slices import SliceTable
 from harts_hf.trainers.rows import PaddedRows
 
 
@@ -203,6 +204,35 @@ def entropy_of_clipped_tokens_dropped(monkeypatch: Any) -> None:
     """A label whose log-prob has no gradient is skipped, though its entropy has one."""
 
     _on_coefficients(monkeypatch, lambda found: found["entropy"] * (found["log_prob"] != 0))
+
+
+def router_counts_of_one(monkeypatch: Any) -> None:
+    """A shared token counts once in the router's auxiliary loss, however many trajectories pass through it."""
+
+    def counts(original: Any, table: Any, tree: Any, microbatch: Any) -> torch.Tensor:
+        return original(table, tree, microbatch).clamp(max=1)
+
+    _wrap(monkeypatch, SliceTable, "counts", counts)
+
+
+def router_counts_of_one_in_sums(monkeypatch: Any) -> None:
+    """The same where all trajectories are one slice."""
+    over_layers = routers._over_layers
+
+    def counted(logits: Any, harts: Any, of: Any) -> torch.Tensor:
+        counts = SimpleNamespace(slice_counts=harts.slice_counts.clamp(max=1))
+        return over_layers(logits, counts, of)
+
+    monkeypatch.setattr(routers, "_over_layers", counted)
+
+
+def load_of_unique_tokens(monkeypatch: Any) -> None:
+    """A shared token counts once in the load of the experts, and so in the update of their bias."""
+
+    def load(original: Any, experts: torch.Tensor, counts: torch.Tensor, num_experts: int) -> torch.Tensor:
+        return original(experts, counts.clamp(max=1), num_experts)
+
+    _wrap(monkeypatch, routing, "expert_load", load)
 
 
 def entropy_dropped(monkeypatch: Any) -> None:

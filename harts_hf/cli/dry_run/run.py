@@ -29,7 +29,9 @@ from harts_hf.cli.trainer_kinds import TRAINERS
 from harts_hf.modeling.checks import check_experts
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.refusals import check_settings
+from harts_hf.trainers.router_loss import has_router_loss
 from harts_hf.trainers.sampling import why_not_sampled
+from harts_hf.trainers.zero3 import has_frozen_layers
 
 
 def dry_run(argv: Sequence[str]) -> int:
@@ -211,7 +213,10 @@ class _Run:
         if trainer is not None:
             self._each(
                 lambda: check_settings(AsLaunched(trainer, launch)),
-                lambda: check_experts(causal_lm_of(trainer.model), zero3=launch.backend == "ZeRO-3"),
+                lambda: check_experts(
+                    causal_lm_of(trainer.model),
+                    zero3=launch.backend == "ZeRO-3" and has_frozen_layers(trainer.model),
+                ),
             )
 
     def _plan(self) -> None:
@@ -228,7 +233,7 @@ class _Run:
             parts.planned = made_up_rollouts(self.arguments, self.training, self._prompt_tokens())
         placement = getattr(self.training, "tree_placement", "local")
         together = self.launch.num_processes == 1 or hasattr(self.training, "tree_placement")
-        skips = together and self._may_skip_scoring()
+        skips = together and self._may_skip_scoring() and not has_router_loss(parts.trainer)
         parts.plan = plan_step(
             parts.trainer._tree.planner,
             parts.planned,
