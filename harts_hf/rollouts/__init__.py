@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from harts_hf.rollouts.gateway import agent_reward as agent_reward
     from harts_hf.rollouts.growing_forks import BudgetForks as BudgetForks
     from harts_hf.rollouts.growing_forks import EntropyForks as EntropyForks
+    from harts_hf.rollouts.recorded_rollouts import RecordedRollouts as RecordedRollouts
+    from harts_hf.rollouts.recorded_rollouts import recorded_reward as recorded_reward
 
 # Names are resolved on first use: readers of rollout files need no torch, and only agents need the extra `agents`.
 _HOMES = {
@@ -23,10 +25,12 @@ _HOMES = {
     "Environment": "environment",
     "ForkPolicy": "forks",
     "NoForks": "forks",
+    "RecordedRollouts": "recorded_rollouts",
     "StepResult": "environment",
     "TreeRolloutCollector": "collector",
     "TurnForks": "forks",
     "environment_reward": "collector",
+    "recorded_reward": "recorded_rollouts",
 }
 _HOMES_IN_EXTRAS = {"AgentRolloutCollector": "gateway", "agent_reward": "gateway"}
 

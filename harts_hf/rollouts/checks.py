@@ -4,7 +4,7 @@ import math
 import operator
 from typing import Any
 
-from harts_hf.rollouts.episodes import EXACT_MASK, RESERVED_KEYS, ROW_KEYS
+from harts_hf.rollouts.episodes import ABSENT, EXACT_MASK, OFF_POLICY, RESERVED_KEYS, ROW_KEYS
 from harts_hf.rollouts.fields import shortened
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
@@ -17,7 +17,9 @@ def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int 
         output: ``prompt_ids``, ``completion_ids``, ``logprobs`` (a list of lists each, or ``logprobs`` None), and
             optionally ``env_mask`` and ``advantages`` of the completions' lengths. With ``episode`` (for each row the
             index of its prompt) there may be any number of rows, and every other list has one entry per prompt;
-            without it there is one row per prompt. ``exact_env_mask`` says that no sampled token has mask 1 twice.
+            without it there is one row per prompt. ``exact_env_mask`` says that no sampled token has mask 1 twice,
+            ``absent`` (one per prompt) where an episode without a row is none at all, ``off_policy`` that the policy
+            is compared with ``logprobs``.
         num_prompts: prompts that the function was given; they come repeated.
         vocab_size: if given, token ids are checked against it.
 
@@ -31,6 +33,12 @@ def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int 
     missing = [key for key in REQUIRED if key not in output]
     if missing:
         raise ValueError(f"expected rollout_func to return {', '.join(REQUIRED)}, got no {', '.join(missing)}")
+    if output.get(OFF_POLICY) not in (None, True, False):
+        raise ValueError(f"expected {OFF_POLICY!r} to be true or false, got {shortened(output[OFF_POLICY])}")
+    if output.get(OFF_POLICY) and output["logprobs"] is None:
+        raise ValueError(f"expected 'logprobs' where {OFF_POLICY!r} is set, got none")
+    if output.get(ABSENT) is not None and output.get("episode") is None:
+        raise ValueError(f"expected {ABSENT!r} beside 'episode' only, got it without")
     num_rows = _check_episodes(output, num_prompts) if output.get("episode") is not None else num_prompts
     for key in ROW_KEYS:
         rows = output.get(key)
@@ -90,7 +98,19 @@ def _check_episodes(output: dict[str, Any], num_prompts: int) -> int:
                 f"expected {key!r} to have {num_prompts} entries, one per episode (only {', '.join(ROW_KEYS)} have "
                 f"one per row), got {len(value)}"
             )
+    if output.get(ABSENT) is not None:
+        _check_absent(output[ABSENT], set(map(int, index)), num_prompts)
     return len(index)
+
+
+def _check_absent(absent: Any, with_rows: set[int], num_prompts: int) -> None:
+    if not isinstance(absent, list) or len(absent) != num_prompts or not set(absent) <= {True, False}:
+        raise ValueError(
+            f"expected {ABSENT!r} to be a list of {num_prompts} of true and false, got {shortened(absent)}"
+        )
+    both = [number for number in sorted(with_rows) if absent[number]]
+    if both:
+        raise ValueError(f"expected no rows of an episode that is {ABSENT!r}, got some of episode {both[0]}")
 
 
 def _check_tokens(tokens: Any, name: str, vocab_size: int | None) -> None:

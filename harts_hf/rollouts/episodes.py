@@ -20,6 +20,10 @@ ROW_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "advantages"
 RESERVED_KEYS = ("samples",)
 # True: masks are 1 only at tokens that a row drew itself, so that no sampled token recurs with mask 1.
 EXACT_MASK = "exact_env_mask"
+# One per prompt, true where the group has no such rollout: its place counts nowhere, in no statistic and in no loss.
+ABSENT = "absent"
+# True: the policy is compared with the log-probs that came with the rows, not with its own when they came.
+OFF_POLICY = "off_policy"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,10 +33,12 @@ class Episodes:
     Attributes:
         index: ``[R]`` int64, ascending: the rollout of each row.
         is_empty: ``[n]`` bool, the rollouts without a sample; each has one row, of which nothing is trained.
+        is_absent: ``[n]`` bool, those of them that stand for no rollout.
     """
 
     index: NDArray[np.int64]
     is_empty: NDArray[np.bool_]
+    is_absent: NDArray[np.bool_]
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -72,13 +78,14 @@ def read_episodes(
     fillers = np.flatnonzero(is_empty)
     index = np.concatenate([given, fillers])
     order = np.argsort(index, kind="stable")
-    episodes = Episodes(index=index[order], is_empty=is_empty)
+    is_absent = np.array(output.get(ABSENT) or np.zeros(num_prompts), np.bool_)
+    episodes = Episodes(index=index[order], is_empty=is_empty, is_absent=is_absent)
 
     def completed(rows: Sequence[Any], filler: list[Any]) -> list[Any]:
         every = [*rows, *(list(filler) for _ in fillers)]
         return [every[row] for row in order.tolist()]
 
-    found = {key: value for key, value in output.items() if key not in (*ROW_KEYS, EXACT_MASK)}
+    found = {key: value for key, value in output.items() if key not in (*ROW_KEYS, EXACT_MASK, ABSENT)}
     found["prompt_ids"] = completed(output["prompt_ids"], [end_token])
     found["completion_ids"] = completed(output["completion_ids"], [end_token])
     found["logprobs"] = None if output["logprobs"] is None else completed(output["logprobs"], [0.0])

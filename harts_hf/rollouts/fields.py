@@ -51,6 +51,14 @@ def floats(key: str, value: Any, size: int) -> NDArray[np.float64]:
     return array
 
 
+def log_probs(key: str, value: Any, size: int) -> NDArray[np.float64]:
+    """``[size]`` float64 of a list of finite numbers, and of null or NaN where one is unknown: NaN."""
+    entries = _check_list(key, value, size, {int, float, type(None)}, "numbers and null")
+    known = [0.0 if entry is None or entry != entry else entry for entry in entries]
+    unknown = np.array([entry is None or entry != entry for entry in entries], np.bool_)
+    return np.where(unknown, np.nan, floats(key, known, size))
+
+
 def mask(value: Any, size: int) -> NDArray[np.bool_]:
     """``[size]`` bool of a list of 0 and 1."""
     entries = _check_list("loss_mask", value, size, {int, bool}, "0 and 1")

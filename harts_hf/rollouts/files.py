@@ -2,13 +2,14 @@
 
 A row of a rollout file has ``group`` (string or integer), ``token_ids`` (list of integers) or ``messages`` (with
 optional ``tools``; needs a tokenizer), and optionally, with one value per token where a list: ``loss_mask`` (0 or 1),
-``advantage`` (one number or a list), ``reward`` (one number), ``old_logprobs``; and ``episode`` (string or integer):
-rows of a group with the same one are samples of one rollout. A row of a shape file has ``group``, ``parent``,
-``length``, ``sample_node`` and optionally ``reward`` (a number or null per trajectory) and ``trained`` (half-open
-token spans per trajectory). Other forms are read by ``readers/``; docs/formats.md lists them. A key whose value is
-null is as absent. Where no row has a group, the file is one.
+``advantage`` (one number or a list), ``reward`` (one number), ``old_logprobs`` (null where unknown); and ``episode``
+(string or integer): rows of a group with the same one are samples of one rollout. A row of a shape file has ``group``,
+``parent``, ``length``, ``sample_node`` and optionally ``reward`` (a number or null per trajectory) and ``trained``
+(half-open token spans per trajectory). Other forms are read by ``readers/``; docs/formats.md lists them. A key whose
+value is null is as absent. Where no row has a group, the file is one.
 """
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from harts_hf.rollouts.reading import Reading
 from harts_hf.rollouts.recorded import Rollout, RolloutFile, RolloutGroup
 from harts_hf.rollouts.rows import numbered_rows
 
-__all__ = ["Rollout", "RolloutFile", "RolloutGroup", "read_rollout_file", "read_rollouts"]
+__all__ = ["Rollout", "RolloutFile", "RolloutGroup", "read_rollout_file", "read_rollout_rows", "read_rollouts"]
 
 
 def read_rollouts(
@@ -69,11 +70,47 @@ def read_rollout_file(
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
     reading = Reading(path, tokenizer, form, samples_per, group_key)
-    for where, row in numbered_rows(path):
+    _add_all(reading, f"{path}, ", numbered_rows(path))
+    return reading.result()
+
+
+def read_rollout_rows(
+    rows: Iterable[Any],
+    tokenizer: Any = None,
+    *,
+    form: str | None = None,
+    samples_per: str = "turn",
+    group_key: str | None = None,
+) -> RolloutFile:
+    """Reads rows that a program has, as :func:`read_rollout_file` reads those of a file.
+
+    Args:
+        rows: objects (or lists) of JSON values; at their first level NumPy arrays and tensors will do for lists.
+        tokenizer: see :func:`read_rollout_file`, as the other arguments.
+
+    Returns:
+        The groups; the one of rows without a group is called ``rows``.
+
+    Raises:
+        RolloutFileError: as there; the text names the row, from 1.
+    """
+    reading = Reading(Path("rows"), tokenizer, form, samples_per, group_key)
+    _add_all(reading, "", ((f"row {number}", _plain(row)) for number, row in enumerate(rows, 1)))
+    return reading.result()
+
+
+def _add_all(reading: Reading, prefix: str, rows: Iterable[tuple[str, Any]]) -> None:
+    for where, row in rows:
         try:
             reading.add(row)
         except RecursionError as error:
-            raise RolloutFileError(f"{path}, {where}: expected objects nested less deeply") from error
+            raise RolloutFileError(f"{prefix}{where}: expected objects nested less deeply") from error
         except ValueError as error:
-            raise RolloutFileError(f"{path}, {where}: {error}") from error
-    return reading.result()
+            raise RolloutFileError(f"{prefix}{where}: {error}") from error
+
+
+def _plain(row: Any) -> Any:
+    if not isinstance(row, Mapping):
+        return row
+    lists = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in row.items()}
+    return {key: value for key, value in lists.items() if value is not None}

@@ -211,6 +211,6 @@ def _rollout(
         loss_mask=template_mask if mask is None else fields.mask(mask, size),
         advantage=advantage,
         reward=None if row.get("reward") is None else fields.number("reward", row["reward"]),
-        old_logprobs=None if logprobs is None else fields.floats("old_logprobs", logprobs, size),
+        old_logprobs=None if logprobs is None else fields.log_probs("old_logprobs", logprobs, size),
         episode=episode,
     )

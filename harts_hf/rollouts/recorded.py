@@ -19,7 +19,8 @@ class Rollout:
         loss_mask: ``[L]`` bool, the tokens that the policy wrote; None if the file does not say.
         advantage: a float, or ``[L]`` float64 per token, or None.
         reward: a float or None.
-        old_logprobs: ``[L]`` float64, log-prob of each token when it was sampled (entry 0 has no predictor), or None.
+        old_logprobs: ``[L]`` float64, log-prob of each token when it was sampled (entry 0 has no predictor), NaN where
+            unknown, or None.
         episode: which rollout of its group it is a sample of: the rows of a conversation have the same; None if the
             file does not say, and then it is a rollout of its own.
     """

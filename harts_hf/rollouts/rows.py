@@ -4,7 +4,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,6 +45,12 @@ def numbered_rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise RolloutFileError(
             f"{path}: expected a .jsonl, .jsonl.gz or .parquet file (or .json, .traj, .ndjson; .gz of any of them)"
         )
+
+
+def rows_of_table(table: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows of an Arrow table (a ``datasets.Dataset``), less what it filled with null, as those of Parquet."""
+    for row in table:
+        yield {key: _without_nulls(value) for key, value in row.items() if value is not None}
 
 
 def name_without_suffixes(path: Path) -> str:
@@ -121,7 +127,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         for batch in pyarrow.parquet.ParquetFile(source).iter_batches():
             for row in batch.to_pylist():
                 number += 1
-                yield f"row {number}", {key: _without_nulls(value) for key, value in row.items() if value is not None}
+                yield f"row {number}", next(rows_of_table([row]))
     except (pyarrow.ArrowException, OSError) as error:
         raise RolloutFileError(f"{path}, after row {number}: expected a Parquet file ({error})") from error
 

@@ -48,9 +48,8 @@ class TreeAdvantages:
         if per_token is None and getattr(self.args, "tree_credit", "trajectory") != "trajectory":
             per_token = self._turn_advantages(output)
         if per_token is not None:
-            if not self._accepts_token_advantages:
-                raise ValueError(f"expected one advantage per trajectory: {type(self).__name__} knows none per token")
-            output["advantages"] = _pad_like(per_token, output["completion_ids"], output["completion_mask"])
+            padded = _pad_like(per_token, output["completion_ids"], output["completion_mask"])
+            output["advantages"] = padded if self._accepts_token_advantages else self._of_rows(padded, output)
         finite = torch.isfinite(output["advantages"])
         if not finite.all():
             row = int((~finite).nonzero()[0, 0])
@@ -75,16 +74,30 @@ class TreeAdvantages:
             turn_spans(mask[: len(tokens) - length], length)
             for mask, tokens, length in zip(by_policy, trajectories, prompt_lengths, strict=True)
         ]
+        # Rows that stand for no rollout say nothing of the others.
+        present = range(rows) if self._episodes is None else np.flatnonzero(~self._episodes.is_absent[index]).tolist()
         advantages = tree_advantages(
             self.args.tree_credit,
-            trajectories,
-            spans,
-            rewards[index],
-            index // group_size,
+            [trajectories[row] for row in present],
+            [spans[row] for row in present],
+            rewards[index[present]],
+            index[present] // group_size,
             scale=self.scale_rewards,
-            episodes=index,
+            episodes=index[present],
         )
-        return [row[length:] for row, length in zip(advantages, prompt_lengths, strict=True)]
+        found = [np.zeros(len(tokens) - length) for tokens, length in zip(trajectories, prompt_lengths, strict=True)]
+        for row, of_row in zip(present, advantages, strict=True):
+            found[row] = of_row[prompt_lengths[row] :]
+        return found
+
+    def _of_rows(self, padded: torch.Tensor, output: dict[str, Any]) -> torch.Tensor:
+        """``[B]``, the advantage that the trained tokens of a row have in common; 0 where none is trained."""
+        mask = trained(output).bool()
+        low = padded.masked_fill(~mask, torch.inf).amin(dim=1)
+        high = padded.masked_fill(~mask, -torch.inf).amax(dim=1)
+        if bool((low < high).any()):
+            raise ValueError(f"expected one advantage per trajectory: {type(self).__name__} knows none per token")
+        return torch.where(mask.any(dim=1), high, 0.0)
 
     def _local(self, rewards: torch.Tensor, rows: int, group_size: int) -> torch.Tensor:
         """This rank's part of rewards that TRL gathered.

@@ -7,7 +7,7 @@ their episode when it shuffles and splits the batch.
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -16,14 +16,23 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
 from harts_hf.rollouts.checks import check_rollouts
-from harts_hf.rollouts.episodes import RESERVED_KEYS, Episodes, read_episodes
+from harts_hf.rollouts.episodes import OFF_POLICY, RESERVED_KEYS, Episodes, read_episodes
+from harts_hf.rollouts.recorded_rollouts import RecordedRollouts
+from harts_hf.trainers.grouping import grouped, ungrouped
 from harts_hf.trainers.lengths import log_lengths
+from harts_hf.trainers.off_policy import has_unknown
 from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.replacing import replaced
 from harts_hf.trainers.weighing import UNITS, WEIGHTED_ITEMS, WEIGHTS, StepTotals, Unit, trained, weighed_loss
 
-# Rows per episode of a batch that is grouped by episodes. It comes first: TRL sizes a batch by its first entry.
-_COUNTS = "rows_of_episode"
+
+class _State(NamedTuple):
+    """What a rank's rollout function returned: its error, whether it set two keys, and unknown log-probs."""
+
+    error: str
+    episode: bool
+    off_policy: bool
+    unknown: bool
 
 
 class TreeEpisodes:
@@ -37,6 +46,8 @@ class TreeEpisodes:
     args: Any
     accelerator: Any
     rollout_func: Any
+    use_vllm: bool
+    vllm_importance_sampling_correction: bool
     processing_class: Any
     tools: Any
     eos_token_ids: Any
@@ -50,13 +61,19 @@ class TreeEpisodes:
     # Over what the trainer's loss is a mean; None where its loss type says so.
     _loss_is_mean_over: Unit | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, reward_funcs: Any, args: Any = None, *more: Any, **kwargs: Any) -> None:
+        recorded = kwargs.get("rollout_func")
+        if isinstance(recorded, RecordedRollouts) and getattr(args, "use_vllm", False):
+            recorded.check(args)  # refuses before TRL looks for a server
+        self._off_policy = self._has_unknown = False  # of the running generation
         self._episodes: Episodes | None = None
         self._rows: dict[str, Any] = {}  # of the episodes, what the rollout function returned
         self._given_advantages: list[list[float]] | None = None
         self._generated: tuple[list[list[int]], list[list[int]]] = ([], [])  # prompts and completions of all rows
         self._rewards_per_func: torch.Tensor | None = None
-        super().__init__(*args, **kwargs)
+        super().__init__(model, reward_funcs, args, *more, **kwargs)  # type: ignore[call-arg]
+        if isinstance(self.rollout_func, RecordedRollouts):
+            self.rollout_func.check_trainer(self)
         # Outside whatever a subclass makes of it.
         self._calculate_rewards = functools.partial(self._rewards_of, self._calculate_rewards)
 
@@ -65,14 +82,14 @@ class TreeEpisodes:
         output: dict[str, Any] = {}
         error: Exception | None = None
         try:
-            output = self._user_rollout_func(prompts, trainer)
-            check_rollouts(output, len(prompts), vocab_size=self._tree.planner.vocab_size)
+            output = self._checked(self._user_rollout_func(prompts, trainer), len(prompts))
         except Exception as found:
             error = found
-        has_episodes = error is None and output.get("episode") is not None
-        self._agree(error, has_episodes)
+        state = _state(output, error)
+        self._has_unknown = self._agree(state, error)
         output = dict(output)
-        if has_episodes:
+        self._off_policy = bool(output.pop(OFF_POLICY, False))
+        if state.episode:
             ends = (*self.eos_token_ids, self._tokenizer.pad_token_id) if self.mask_truncated_completions else None
             output, self._episodes = read_episodes(output, len(prompts), self.eos_token_ids[0], whole_ends=ends)
             self._rows = output
@@ -83,23 +100,37 @@ class TreeEpisodes:
         keys = [key for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask") if output.get(key) is not None]
         return {**output, **{key: [output[key][row] for row in last] for key in keys}}
 
-    def _agree(self, error: Exception | None, has_episodes: bool) -> None:
-        """Raises on every rank what one rank's rollout function raised, before a collective that it would miss."""
-        if self._tree.ranks.count == 1:
-            states = [("", has_episodes)]
-        else:
-            states = gather_object([("" if error is None else f"{type(error).__name__}: {error}", has_episodes)])
+    def _checked(self, output: dict[str, Any], num_prompts: int) -> dict[str, Any]:
+        check_rollouts(output, num_prompts, vocab_size=self._tree.planner.vocab_size)
+        if output.get(OFF_POLICY) and self.use_vllm and self.vllm_importance_sampling_correction:
+            raise ValueError(
+                f"expected vllm_importance_sampling_correction=False with {OFF_POLICY!r} (the ratio is to the "
+                "rollouts' own log-probs already), got True"
+            )
+        return output
+
+    def _agree(self, state: _State, error: Exception | None) -> bool:
+        """Raises on every rank what one rank's rollout function raised, before a collective that it would miss.
+
+        Returns:
+            Whether any rank has unknown log-probs.
+        """
+        states: list[_State] = [state] if self._tree.ranks.count == 1 else gather_object([state])
         if error is not None:
             raise error
-        for rank, (text, _) in enumerate(states):
-            if text:
-                raise ValueError(f"expected rollouts from every process, got an error on process {rank}: {text}")
-        with_key = [rank for rank, (_, has_key) in enumerate(states) if has_key]
-        if 0 < len(with_key) < len(states):
-            raise ValueError(
-                f"expected the key 'episode' from the rollout functions of all {len(states)} processes or of none, "
-                f"got it from {with_key}"
-            )
+        for rank, of_rank in enumerate(states):
+            if of_rank.error:
+                raise ValueError(
+                    f"expected rollouts from every process, got an error on process {rank}: {of_rank.error}"
+                )
+        for key in ("episode", OFF_POLICY):
+            with_key = [rank for rank, of_rank in enumerate(states) if getattr(of_rank, key)]
+            if 0 < len(with_key) < len(states):
+                raise ValueError(
+                    f"expected the key {key!r} from the rollout functions of all {len(states)} processes or of none, "
+                    f"got it from {with_key}"
+                )
+        return any(of_rank.unknown for of_rank in states)
 
     def _generate(self, prompts: list[Any]) -> Any:
         parent: Any = super()
@@ -164,6 +195,7 @@ class TreeEpisodes:
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's batch; of episodes, a row per sample, with its episode's advantage and its own weight."""
         self._episodes = self._given_advantages = None
+        self._off_policy = self._has_unknown = False
         columns = set(inputs[0])
         parent: Any = super()
         output: dict[str, Any] = parent._generate_and_score_completions(inputs)
@@ -177,7 +209,7 @@ class TreeEpisodes:
                 "(reward functions get the samples by that name), got one: rename it"
             )
         device = output["advantages"].device
-        weights = torch.ones(len(episodes.index), dtype=torch.float64)
+        weights = torch.from_numpy(1.0 - episodes.is_absent[episodes.index])
         if self.args.tree_episode_weight == "episode":
             weights /= torch.from_numpy(episodes.counts[episodes.index])
         output["advantages"] = output["advantages"][torch.from_numpy(episodes.index).to(device)]
@@ -193,8 +225,8 @@ class TreeEpisodes:
         if not self.model.training:
             return parent._prepare_inputs(generation_batch)
         score = self._generate_and_score_completions
-        with replaced(self, "_generate_and_score_completions", lambda inputs: _grouped(score(inputs))):
-            return _ungrouped(parent._prepare_inputs(generation_batch))
+        with replaced(self, "_generate_and_score_completions", lambda inputs: grouped(score(inputs))):
+            return ungrouped(parent._prepare_inputs(generation_batch))
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -206,7 +238,9 @@ class TreeEpisodes:
         # An evaluation batch is a step of its own.
         totals = self._tree.totals or StepTotals.of([inputs], self._tree.ranks)
         with self._tree.ranks.gathering_ragged():
-            if bool((inputs[WEIGHTS] == 1).all()):  # not the option, which may have changed since the rollouts
+            weights = inputs[WEIGHTS]
+            # Not the option, which may have changed since the rollouts. Rows of weight 0 have no terms.
+            if bool(((weights == 1) | (weights == 0)).all()):
                 loss = parent.compute_loss(model, inputs, return_outputs, num_items_in_batch)
             else:
                 leaves = self._tree.leaves(model, inputs)
@@ -223,32 +257,9 @@ class TreeEpisodes:
         return loss
 
 
-def _grouped(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch with an entry per episode: the rows of each, ``[k, ...]``."""
-    if WEIGHTS not in batch:
-        return batch
-    counts = torch.bincount(batch["episode"])
-    ends = counts.cumsum(0).tolist()
-    of_each: dict[str, Any] = {}
-    for key, value in batch.items():
-        is_scalar = not isinstance(value, torch.Tensor | list) or (isinstance(value, torch.Tensor) and not value.ndim)
-        if not is_scalar and len(value) != ends[-1]:
-            raise ValueError(
-                f"expected {key!r} of the batch to have {ends[-1]} entries, one per row, got {len(value)}"
-            )
-        starts = [0, *ends]
-        of_each[key] = value if is_scalar else [value[a:b] for a, b in zip(starts, ends, strict=False)]
-    return {_COUNTS: counts, **of_each}
-
-
-def _ungrouped(batch: dict[str, Any]) -> dict[str, Any]:
-    """A slice of a grouped batch with an entry per row."""
-    if _COUNTS not in batch:
-        return batch
-    return {
-        key: _joined(value) if isinstance(value, list) else value for key, value in batch.items() if key != _COUNTS
-    }
-
-
-def _joined(parts: list[Any]) -> Any:
-    return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else [value for part in parts for value in part]
+def _state(output: Mapping[str, Any], error: Exception | None) -> _State:
+    if error is not None:
+        return _State(f"{type(error).__name__}: {error}", False, False, False)
+    is_off_policy = bool(output.get(OFF_POLICY))
+    has_episodes = output.get("episode") is not None
+    return _State("", has_episodes, is_off_policy, is_off_policy and has_unknown(output))

@@ -6,11 +6,12 @@ from harts_hf.trainers.advantages import TreeAdvantages
 from harts_hf.trainers.config import TreeGMPOConfig
 from harts_hf.trainers.episodes import TreeEpisodes
 from harts_hf.trainers.hooks import TreeHooks
+from harts_hf.trainers.off_policy import TreeOffPolicy
 from harts_hf.trainers.step import TreeStep
 
 
 # TRL leaves its training_step untyped, so mypy finds it unlike TreeStep's.
-class TreeGMPOTrainer(TreeAdvantages, TreeEpisodes, TreeHooks, GMPOTrainer, TreeStep):  # type: ignore[misc]
+class TreeGMPOTrainer(TreeAdvantages, TreeOffPolicy, TreeEpisodes, TreeHooks, GMPOTrainer, TreeStep):  # type: ignore[misc]
     """[`GMPOTrainer`] that computes every shared token once; see [`TreeGRPOTrainer`]. Its loss is per trajectory."""
 
     _tag_names = ["trl", "gmpo", "harts"]  # noqa: RUF012 - TRL's own convention

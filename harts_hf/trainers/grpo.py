@@ -6,11 +6,12 @@ from harts_hf.trainers.advantages import TreeAdvantages
 from harts_hf.trainers.config import TreeGRPOConfig
 from harts_hf.trainers.episodes import TreeEpisodes
 from harts_hf.trainers.hooks import TreeHooks
+from harts_hf.trainers.off_policy import TreeOffPolicy
 from harts_hf.trainers.step import TreeStep
 
 
 # TRL leaves its training_step untyped, so mypy finds it unlike TreeStep's.
-class TreeGRPOTrainer(TreeAdvantages, TreeEpisodes, TreeHooks, GRPOTrainer, TreeStep):  # type: ignore[misc]
+class TreeGRPOTrainer(TreeAdvantages, TreeOffPolicy, TreeEpisodes, TreeHooks, GRPOTrainer, TreeStep):  # type: ignore[misc]
     """[`GRPOTrainer`] that computes every token shared by the trajectories of an optimizer step once.
 
     Loss, gradients and metrics are TRL's own on the same trajectories: its loss functions run unchanged on log-probs

@@ -31,7 +31,7 @@ UNITS: dict[str, Unit] = {
     **dict.fromkeys(("dapo", "cispo", "vespo"), "batch"),
 }
 # Entries of TRL's batch that are ours.
-WEIGHTS = "episode_weights"  # [B]
+WEIGHTS = "episode_weights"  # [B]; 0 for a row that stands for no rollout, in which nothing is trained
 WEIGHTED_ITEMS = "weighted_items_in_batch"  # scalar: trained tokens of the generation batch, all ranks, weighted
 
 # Below it, the k3 ratio is taken from its series: the closed form loses digits there.

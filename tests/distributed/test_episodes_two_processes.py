@@ -26,6 +26,8 @@ WRAPPERS = {
 }
 CASES = [f"ddp:{name}" for name in ("grpo", "bnpo", "dapo", "sequence-level", "weighed-bnpo", "weighed-dapo")]
 SHARDED = ["fsdp2:weighed-grpo", "zero3:weighed-grpo"]
+# From files, off-policy: groups on both ranks, unknown log-probs on one of them.
+RECORDED = ["ddp:recorded-straddling", "fsdp2:recorded-unknown"]
 BROKEN = {
     "ddp:mixed-keys": ("all 2 processes or of none, got it from [0]", "all 2 processes or of none, got it from [0]"),
     "ddp:broken-index": ("got 99 in row", "error on process 0: ValueError: expected 'episode' to hold indices"),
@@ -48,7 +50,8 @@ def left(tmp_path_factory):
         "PYTHONPATH": os.pathsep.join(filter(None, [support, os.environ.get("PYTHONPATH")])),
     }
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT), str(folder)]
-    names = [*CASES, "ddp:clipped", *BROKEN, *SHARDED]
+    ddp, fsdp2 = RECORDED
+    names = [*CASES, ddp, "ddp:clipped", *BROKEN, fsdp2, *SHARDED]
     done = subprocess.run(
         [sys.executable, *command, *names], env=environment, capture_output=True, text=True, timeout=900
     )
@@ -61,7 +64,7 @@ def left(tmp_path_factory):
     return found
 
 
-def loop_of(ranks: list[dict], folder: Path):
+def loop_of(ranks: list[dict], folder: Path, *, off_policy: bool = False):
     """The loop over samples on what both ranks drew, whose slices are unequal."""
     settings = ranks[0]["settings"]
     names = TreeGRPOConfig.__dataclass_fields__
@@ -72,7 +75,7 @@ def loop_of(ranks: list[dict], folder: Path):
     training, evaluation = (
         [list(pair) for pair in zip(*(one[kind] for one in ranks), strict=True)] for kind in ("training", "evaluation")
     )
-    loop = follow(args, training, evaluation)
+    loop = follow(args, training, evaluation, off_policy=off_policy)
     assert any(len(one[0]) != len(one[1]) for window in loop.windows for one in window)
     return loop
 
@@ -84,6 +87,22 @@ def test_ddp(case, left, tmp_path):
     loop = loop_of(ranks, tmp_path)
     assert_same_parameters(ranks[0]["parameters"], loop)
     assert_same_logs(ranks[0]["logs"], loop)
+
+
+def test_recorded_straddling(left, tmp_path):
+    """A group that lies on both ranks is handed out once."""
+    ranks = left["ddp:recorded-straddling"]
+    loop = loop_of(ranks, tmp_path, off_policy=True)
+    assert_same_parameters(ranks[0]["parameters"], loop)
+    assert_same_logs(ranks[0]["logs"], loop)
+
+
+def test_recorded_unknown(left, tmp_path):
+    """All ranks score the policy where one has to: under FSDP2 it could not alone."""
+    ranks = left["fsdp2:recorded-unknown"]
+    loop = loop_of(ranks, tmp_path, off_policy=True)
+    assert_same_parameters(ranks[0]["parameters"], loop, tolerance=SHARDED_TOLERANCE)
+    assert_same_logs(ranks[0]["logs"], loop, tolerance=SHARDED_TOLERANCE)
 
 
 def test_least_of_all_rows(left):

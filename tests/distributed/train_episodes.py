@@ -7,6 +7,7 @@ The folder holds the model of the start as ``start``.
 Ranks have other episodes, so unequal numbers of rows in every slice. ``BROKEN`` cases end with an error on each rank.
 """
 
+import functools
 import os
 import pickle
 import sys
@@ -27,7 +28,18 @@ CASES = {
     "weighed-grpo": {"loss_type": "grpo", "tree_episode_weight": "episode", "entropy_coef": 0.5, "beta": 0.1},
     "weighed-bnpo": {"loss_type": "bnpo", "tree_episode_weight": "episode", "entropy_coef": 0.5, **EVALUATION},
     "weighed-dapo": {"loss_type": "dapo", "tree_episode_weight": "episode", "entropy_coef": 0.5, **DRIFT},
+    # Each group lies on both ranks.
+    "recorded-straddling": {
+        "loss_type": "grpo",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "num_iterations": 2,
+        "max_steps": 6,
+    },
+    "recorded-unknown": {"loss_type": "grpo", "max_steps": 3},
 }
+# The prompt of which log-probs are unknown, so on one of the ranks only.
+UNKNOWN = ["p4"]
 
 
 def drop_key(rank, output):
@@ -67,6 +79,7 @@ def main() -> None:
     from support.episodes import RaggedRollouts
     from support.models import tiny_model
     from support.oracle import float64_everywhere
+    from support.recordings import WatchedRecording, episodes_with_unknown, rows_of_episodes
 
     from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 
@@ -77,6 +90,12 @@ def main() -> None:
         before = backend
         change = {**BROKEN, "clipped": clip_all}.get(case)
         rollouts = RaggedRollouts(change=None if change is None else lambda out, change=change: change(rank, out))
+        recording = None
+        if case.startswith("recorded"):
+            prompts = UNKNOWN if case == "recorded-unknown" else []
+            source = functools.partial(episodes_with_unknown, prompts=prompts)
+            recording = WatchedRecording(rows_of_episodes(source), source=source)
+            rollouts = recording.log
         # DeepSpeed knows no float64.
         dtype = torch.float64 if backend == "ddp" else torch.float32
         model = tiny_model("qwen3_5_text", dtype=dtype, seed=1)  # before the arguments: see train_two.py
@@ -95,7 +114,7 @@ def main() -> None:
             # As many prompts as a batch has rows: of other numbers Trainer cuts its mean over batches short.
             eval_dataset=recorded.dataset().select(range(8)) if "eval_steps" in options else None,
             processing_class=recorded.tokenizer(),
-            rollout_func=rollouts,
+            rollout_func=recording or rollouts,
         )
         error = None
         with rollouts.watched(), float64_everywhere(model) if backend == "ddp" else nullcontext():

@@ -21,7 +21,8 @@ def rows_of(episode: Episode, *, mask_truncated: bool = False, weight: str = "sa
     """The rows of an episode: each sampled token is trained once; an episode without a sample is one masked row."""
     if not episode.samples:
         nothing = torch.zeros(1, dtype=torch.float64)
-        return [Row(prompt=[EOS], completion=[EOS], mask=nothing, sampled=nothing)]
+        weight_of_none = 0.0 if episode.is_absent else 1.0
+        return [Row(prompt=[EOS], completion=[EOS], mask=nothing, sampled=nothing, weight=weight_of_none)]
     rows, trained = [], set()
     for sample in episode.samples:
         truncated = mask_truncated and sample.completion_ids[-1] not in (0, EOS)
@@ -69,6 +70,8 @@ class EpisodeLoop:
         args: the trainer's configuration.
         reference: the model that ``beta`` holds the policy to.
         gmpo: whether the loss is GMPO's.
+        off_policy: whether the policy is compared with what the sampler reported, and with itself at generation
+            where that is NaN.
 
     Attributes:
         logs: for each optimizer step its ``loss`` and the metrics of the loss.
@@ -76,8 +79,16 @@ class EpisodeLoop:
         windows: for each optimizer step, each slice, each rank: the rows.
     """
 
-    def __init__(self, model: nn.Module, args: Any, *, reference: nn.Module | None = None, gmpo: bool = False) -> None:
-        self.model, self.args, self.reference = model, args, reference
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Any,
+        *,
+        reference: nn.Module | None = None,
+        gmpo: bool = False,
+        off_policy: bool = False,
+    ) -> None:
+        self.model, self.args, self.reference, self.off_policy = model, args, reference, off_policy
         self.loss_type = "gmpo" if gmpo else args.loss_type
         self.logs: list[dict[str, float]] = []
         self.evaluations: list[float] = []
@@ -167,7 +178,9 @@ class EpisodeLoop:
                 advantage = next(advantages)[None]
                 for row in rows:
                     row.advantage = advantage
-                    row.old = None if is_fresh else self._score(row)[0]
+                    row.old = None if is_fresh and not self.off_policy else self._score(row)[0]
+                    if self.off_policy:
+                        row.old = torch.where(row.sampled.isnan(), row.old, row.sampled)
                     row.reference = self._score(row, self.reference)[0] if args.beta else None
         return batch
 

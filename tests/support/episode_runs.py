@@ -84,20 +84,21 @@ def follow(
     *,
     gmpo: bool = False,
     accumulation: list[int] | None = None,
+    off_policy: bool = False,
 ) -> EpisodeLoop:
     """The loop over samples from the same start; the lists inside are over ranks."""
     model, reference = (tiny_model(FAMILY, dtype=torch.float64, seed=1) for _ in range(2))
-    loop = EpisodeLoop(model, args, reference=reference, gmpo=gmpo)
+    loop = EpisodeLoop(model, args, reference=reference, gmpo=gmpo, off_policy=off_policy)
     with float64_everywhere(model):
         loop.train(generations, evaluations, accumulation)
     return loop
 
 
-def followed(run: Run, accumulation: list[int] | None = None) -> EpisodeLoop:
+def followed(run: Run, accumulation: list[int] | None = None, *, off_policy: bool = False) -> EpisodeLoop:
     """The loop on what a training of one process had drawn."""
     training, evaluation = ([[one] for one in drawn] for drawn in (run.rollouts.training, run.rollouts.evaluation))
     gmpo = isinstance(run.trainer, GMPOTrainer)
-    return follow(run.trainer.args, training, evaluation, gmpo=gmpo, accumulation=accumulation)
+    return follow(run.trainer.args, training, evaluation, gmpo=gmpo, accumulation=accumulation, off_policy=off_policy)
 
 
 def assert_follows(run: Run, loop: EpisodeLoop, *, tolerance: float = TOLERANCE) -> None:

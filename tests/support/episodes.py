@@ -33,6 +33,7 @@ class Episode:
 
     samples: list[Sample]
     reward: float
+    is_absent: bool = False  # stands for no rollout
 
 
 class Draw:

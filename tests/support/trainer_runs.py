@@ -22,6 +22,7 @@ def run_trainer(
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], Any]:
     """Trains a fresh float64 model; returns its parameters, its log history and the trainer."""
     rollout_func = options.pop("rollout_func", recorded.rollout_func)
+    dataset = options.pop("dataset", None) or recorded.dataset()
     callbacks, lora = options.pop("callbacks", None), options.pop("peft_config", None)
     model = tiny_model(family, dtype=torch.float64, seed=1)
     if options.get("beta"):  # TRL loads the reference model from where the policy came from
@@ -35,7 +36,7 @@ def run_trainer(
         model,
         recorded.recorded_reward,
         args=config_class(**recorded.arguments(folder, **options)),
-        train_dataset=recorded.dataset(),
+        train_dataset=dataset,
         processing_class=recorded.tokenizer(),
         callbacks=callbacks,
         peft_config=lora,
