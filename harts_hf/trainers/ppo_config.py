@@ -65,6 +65,11 @@ class TreePPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
             trained by itself; a value model is trained as ever.
         value_head_in_fp32 (`bool`, *optional*, defaults to `True`):
             Whether the value head's parameters are kept in float32 (DeepSpeed's `bf16` rounds all parameters).
+        bootstrap_truncated (`bool`, *optional*, defaults to `True`):
+            Whether the value of the last state stands for what an episode that was cut would have earned further on
+            (Pardo et al., "Time Limits in Reinforcement Learning", arXiv 1712.00378). `False` takes a cut for an
+            end, as where limits are a part of the task; with `gamma=1` and most episodes cut, values that are
+            trained on one another need not settle.
         episode_end (`str`, *optional*, defaults to `"chain"`):
             How several samples of an episode follow one another: `"chain"` in order, the last one ending with the
             reward; `"sample"` each by itself, ending with what the episode earned after it.
@@ -100,6 +105,13 @@ class TreePPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
     )
     value_head_in_fp32: bool = field(
         default=True, metadata={"help": "Whether the value head's parameters are kept in float32."}
+    )
+    bootstrap_truncated: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether the value of its last state stands for what an episode that was cut would have earned "
+            "further on; false takes a cut for an end."
+        },
     )
     episode_end: str = field(
         default="chain",

@@ -183,12 +183,15 @@ class TreePPORollouts:
             rewards,
             mask,
             index if self.args.episode_end == "chain" else np.arange(len(index)),
-            np.where(self._is_truncated(last_rows), leaf, 0.0)[index],
+            np.where(self._is_continued(last_rows), leaf, 0.0)[index],
             gamma=self.args.gamma,
             lam=self.args.lam,
         )
 
-    def _is_truncated(self, last_rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _is_continued(self, last_rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """``[n]``, the episodes that were cut where something was still to be earned."""
+        if not self.args.bootstrap_truncated:
+            return np.zeros(len(last_rows), np.bool_)
         if self._truncated is not None:
             return np.asarray(self._truncated, np.bool_)
         ends = (*self.eos_token_ids, self._tokenizer.pad_token_id)
