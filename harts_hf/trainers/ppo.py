@@ -87,22 +87,27 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
         patch(self.value_model.to(self.args.device))
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Trainer's, with the parameters of the value model in groups of their own."""
+        """Trainer's; the value head's or value model's parameters in groups of their own where that matters."""
         optimizer = super().create_optimizer(model)
-        value_model = self._tree.value_model
-        if value_model is None:
+        tree: TreeActorCritic = self._tree
+        rate = self.args.value_learning_rate
+        if tree.value_model is None and rate is None:
             return optimizer
-        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        decayed = set(self.get_decay_parameter_names(value_model))
+        module = tree.head if tree.value_model is None else tree.value_model
+        own = {id(parameter) for parameter in module.parameters()}
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in own]
+        decayed = set(self.get_decay_parameter_names(module))
         for decay in (True, False):
             parameters = [
                 parameter
-                for name, parameter in value_model.named_parameters()
-                if parameter.requires_grad and (name in decayed) == decay and id(parameter) not in known
+                for name, parameter in module.named_parameters()
+                if parameter.requires_grad and (name in decayed) == decay
             ]
-            if parameters:
-                weight_decay = self.args.weight_decay if decay else 0.0
-                optimizer.add_param_group({"params": parameters, "weight_decay": weight_decay})
+            options = {"weight_decay": self.args.weight_decay if decay else 0.0}
+            if rate is not None:
+                options["lr"] = rate
+            optimizer.add_param_group({"params": parameters, **options})
         return optimizer
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:

@@ -51,6 +51,9 @@ class TreePPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
             A value counts as moved by at most this from the one after the rollouts. Unset it (`null`) not to clip.
         vf_coef (`float`, *optional*, defaults to `0.1`):
             Weight of the value loss.
+        value_learning_rate (`float`, *optional*):
+            Learning rate of the value head, or of the value model; the policy's `learning_rate` if unset. Adam moves
+            a value by up to the rate times the sum of its hidden state's entries in each step, whatever `vf_coef` is.
         whiten_advantages (`bool`, *optional*, defaults to `True`):
             Whether advantages are brought to mean 0 and variance 1 over all trained tokens of all processes.
         kl_in (`str`, *optional*, defaults to `"reward"`):
@@ -85,6 +88,9 @@ class TreePPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
         metadata={"help": "A value counts as moved by at most this from that after the rollouts; null: no clipping."},
     )
     vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
+    value_learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate of the value head or value model; learning_rate if unset."}
+    )
     whiten_advantages: bool = field(
         default=True,
         metadata={"help": "Whether advantages get mean 0 and variance 1 over all trained tokens of all processes."},
@@ -161,7 +167,7 @@ class TreePPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
         for name in ("vf_coef", "beta", "value_warmup_steps"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"expected {name} of at least 0, got {getattr(self, name)}")
-        for name in ("epsilon", "cliprange_value", "kl_target", "kl_horizon"):
+        for name in ("epsilon", "cliprange_value", "value_learning_rate", "kl_target", "kl_horizon"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"expected {name} above 0, got {value}")

@@ -177,7 +177,9 @@ class TreePPORollouts:
         states = values.double().cpu().numpy()
         lengths = output["completion_mask"].sum(dim=1).cpu().numpy()
         last_rows = np.cumsum(np.bincount(index)) - 1
-        leaf = states[last_rows, lengths[last_rows]]  # of each episode
+        # Of each episode its end; where TRL masks that as truncated, the end of the last row before.
+        seen = np.maximum.accumulate(np.where(lengths > 0, np.arange(len(index)), -1))[last_rows]
+        leaf = states[seen, lengths[seen]]
         return estimate_advantages(
             states[:, :-1],
             rewards,

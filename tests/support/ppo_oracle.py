@@ -191,6 +191,8 @@ class PPOLoop:
             The next free chain.
         """
         trained = [row for row in rows if row.mask.any()]
+        # What is masked as truncated is not looked at, so values go on from what is before it.
+        kept = [row for row in rows if not self.args.mask_truncated_completions or row.completion[-1] in (0, EOS)]
         chained = self.args.episode_end == "chain"
         later = 0.0
         for row in reversed(trained):
@@ -201,8 +203,8 @@ class PPOLoop:
             later += of_row
         for row in rows:
             row.chain = chain
-            if cut:
-                ends[chain] = rows[-1]
+            if cut and kept:
+                ends[chain] = kept[-1]
             chain += not chained
         return chain + chained
 

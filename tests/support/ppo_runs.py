@@ -52,7 +52,7 @@ def build_trainer(folder: Path, rollouts: Any, *, family: str = FAMILY, **option
 
 def train(trainer: Any) -> dict[str, torch.Tensor]:
     """Trains; the parameters afterwards."""
-    with float64_everywhere(trainer.model):
+    with float64_everywhere(trainer.model), float64_everywhere(trainer.value_model or trainer.model):
         trainer.train()
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
@@ -75,7 +75,7 @@ def assert_equals_the_loop(
     start = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
     reference = tiny_model(options.get("family", FAMILY), dtype=torch.float64, seed=1) if trainer.args.beta else None
     follower = PPOLoop(plain, (weight, bias), trainer.args, critic=critic, reference=reference, **(loop or {}))
-    with float64_everywhere(plain):
+    with float64_everywhere(plain), float64_everywhere(critic or plain):
         follower.train([[generation] for generation in rollouts.training], trainer.args.max_steps)
     assert_same(found, dict(plain.named_parameters()), start)
     head = trainer._tree.head

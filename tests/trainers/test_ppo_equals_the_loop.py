@@ -9,7 +9,7 @@ from support.episodes import RaggedRollouts, episodes_of
 from support.models import tiny_model
 from support.ppo_runs import assert_equals_the_loop
 
-CUT = {"tree_max_tokens_per_microbatch": 48}
+CUT = {"tree_max_tokens_per_microbatch": 64}
 
 
 @pytest.mark.parametrize(
