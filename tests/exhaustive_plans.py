@@ -1,10 +1,11 @@
-"""The fastest plan of a small forest on two ranks by exhaustive search, for comparison with the planner.
+"""The fastest plan of a small forest on a few ranks by exhaustive search, for comparison with the planner.
 
 Searched: every placement of leaves on ranks; on each rank every partition of its segments into microbatches within the
 budget; for every microbatch, reading its prefix from trunks or computing it again; every order that puts trunks before
 dependents, for the scoring pass and for the backwards apart; dummies anywhere. Segments are not cut (the planner may).
 """
 
+from collections.abc import Sequence
 from itertools import combinations, permutations, product
 
 import numpy as np
@@ -137,40 +138,60 @@ def with_dummies(sequence: list, length: int, dummy):
         yield filled
 
 
-def lockstep(first: tuple, second: tuple, cost: CostModel) -> float:
-    """The fastest replay of two ranks' plans side by side."""
-    (_, times_a, before_a), (_, times_b, before_b) = first, second
-    length = max(len(times_a), len(times_b))
+def lockstep(plans: Sequence[tuple], cost: CostModel, bound: float) -> float:
+    """The fastest replay of several ranks' plans side by side, or ``bound`` if none is faster."""
+    length = max(len(times) for _, times, _ in plans)
     dummy = cost.forward.microbatches, cost.backward.microbatches
+    # The times of the slots of each rank, in every order and with dummies anywhere.
+    ways = [
+        {
+            tuple(filled)
+            for order in orders(len(times), before)
+            for filled in with_dummies([times[i] for i in order], length, dummy)
+        }
+        for _, times, before in plans
+    ]
     score = backward = np.inf
-    for order_a in orders(len(times_a), before_a):
-        for filled_a in with_dummies([times_a[i] for i in order_a], length, dummy):
-            for order_b in orders(len(times_b), before_b):
-                for filled_b in with_dummies([times_b[i] for i in order_b], length, dummy):
-                    pairs = list(zip(filled_a, filled_b, strict=True))
-                    score = min(score, sum(max(a[0], b[0]) for a, b in pairs))
-                    # Backwards run in an order of their own; reversing both keeps the same pairs.
-                    backward = min(backward, sum(max(a[0], b[0]) + max(a[1], b[1]) for a, b in pairs))
-    return score + backward
+    for chosen in product(*ways):
+        slots = list(zip(*chosen, strict=True))
+        forwards = sum(max(f for f, _ in slot) for slot in slots)
+        score = min(score, forwards)
+        # Backwards run in an order of their own; reversing it on all ranks keeps the same slots.
+        backward = min(backward, forwards + sum(max(b for _, b in slot) for slot in slots))
+    return min(bound, score + backward)
 
 
-def fastest_by_search(tree: RolloutTree, budget: int, cost: CostModel, upper: float) -> float:
-    """The least lockstep time on two ranks, or ``upper`` if nothing is faster."""
+def placements(leaves: list[int], world_size: int):
+    """Every way to give leaves to ranks, up to the ranks' numbers."""
+    if not leaves:
+        yield [frozenset()] * world_size
+        return
+    for parts in placements(leaves[:-1], world_size):
+        for rank, part in enumerate(parts):
+            yield [*parts[:rank], part | {leaves[-1]}, *parts[rank + 1 :]]
+            if not part:  # the other empty ranks are the same
+                break
+
+
+def fastest_by_search(tree: RolloutTree, budget: int, cost: CostModel, upper: float, world_size: int = 2) -> float:
+    """The least lockstep time on some ranks, or ``upper`` if nothing is faster."""
     forest = SmallForest(tree, budget, cost)
     best = upper
     plans: dict[frozenset[int], list] = {}
-    everything = frozenset(forest.leaves)
-    for size in range(len(forest.leaves) // 2 + 1):
-        for chosen in combinations(forest.leaves, size):
-            one, other = frozenset(chosen), everything - frozenset(chosen)
-            for leaves in (one, other):
-                if leaves not in plans:
-                    plans[leaves] = forest.rank_plans(leaves, upper)
-            for first in plans[one]:
-                if first[0] >= best:
-                    break
-                for second in plans[other]:
-                    if max(first[0], second[0]) >= best:
-                        break
-                    best = min(best, lockstep(first, second, cost))
+
+    def complete(chosen: tuple, rest: list[frozenset[int]]) -> None:
+        nonlocal best
+        if not rest:
+            best = lockstep(chosen, cost, best)
+            return
+        for plan in plans[rest[0]]:
+            if plan[0] >= best:
+                break
+            complete((*chosen, plan), rest[1:])
+
+    for parts in placements(forest.leaves, world_size):
+        for leaves in parts:
+            if leaves not in plans:
+                plans[leaves] = forest.rank_plans(leaves, upper)
+        complete((), parts)
     return best

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -33,3 +34,14 @@ def shape_trees(name: str) -> tuple[RolloutTree, ...]:
     with gzip.open(shape_file(name), "rt") as lines:
         groups = [json.loads(line) for line in lines]
     return tuple(RolloutTree.from_shape(group["parent"], group["length"], group["sample_node"]) for group in groups)
+
+
+def below_one_root(trees: Sequence[RolloutTree], rows: int) -> RolloutTree:
+    """The trees as subtrees of one root of ``rows`` rows: what a common system prompt makes of them."""
+    parent, length, ends = [-1], [rows], []
+    for tree in trees:
+        shape, first = tree.to_shape(), len(parent)
+        parent += [0 if above < 0 else above + first for above in shape["parent"]]
+        length += shape["length"]
+        ends += [end + first for end in shape["sample_node"]]
+    return RolloutTree.from_shape(parent, length, ends)

@@ -69,20 +69,24 @@ def summary(file: RolloutFile) -> str:
     return "; ".join(map(printable, file.summary))
 
 
-def load_tokenizer(name: str) -> Any:
-    """A tokenizer from this machine: nothing is looked for on the network.
+def load_tokenizer(name: str, *, option: str = "--tokenizer", local_files_only: bool = True, **more: Any) -> Any:
+    """A tokenizer; unless allowed, nothing is looked for on the network.
 
     Args:
-        name: a folder, or a name in the local Hugging Face cache.
+        name: a folder, or a name in the local Hugging Face cache (or on the hub, where that is allowed).
+        option: what named it, for the message.
+        local_files_only: whether a name that is not in the cache is an error.
+        more: for ``from_pretrained``.
 
     Raises:
-        ValueError: neither holds a tokenizer.
+        ValueError: there is no tokenizer of that name.
     """
     from transformers import AutoTokenizer
 
-    expected = "expected --tokenizer to be a folder with a tokenizer, or a name in the local Hugging Face cache"
+    place = "the local Hugging Face cache" if local_files_only else "the Hugging Face cache or hub"
+    expected = f"expected {option} to be a folder with a tokenizer, or a name in {place}"
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True)
+        return AutoTokenizer.from_pretrained(name, local_files_only=local_files_only, **more)
     except Exception as error:  # a damaged tokenizer fails in ways of its own
         reason = f"{error}".split("\n")[0] if Path(name).is_dir() else "no such folder, and nothing of that name there"
         raise ValueError(f"{expected}, got {name!r}: {reason}") from error

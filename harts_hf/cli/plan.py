@@ -13,11 +13,14 @@ from harts_hf.planner import (
     CostModel,
     PlannerConfig,
     Schedule,
+    WorldCounts,
     build_chunk_tree,
+    count_world,
     min_linear_calls,
     no_sharing_bound,
     plan_window,
 )
+from harts_hf.planner.text import counted
 from harts_hf.rollouts.files import RolloutGroup
 from harts_hf.tree import RolloutTree
 
@@ -74,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-linear-rows", type=int, help="rows of its linear layers, replay included")
     parser.add_argument("--max-graph-tokens", type=int, help="rows whose graphs may be alive at once")
     parser.add_argument("--max-handoff-bytes", type=int, help="bytes of boundary states alive at once on a rank")
-    parser.add_argument("--world-size", type=int, default=1, help="ranks (default: %(default)s)")
+    parser.add_argument("--world-size", type=int, default=1, help="ranks, at most 4,096 (default: %(default)s)")
     parser.add_argument("--chunk-size", type=int, default=defaults.chunk_size, help="chunk of the linear rule")
     parser.add_argument("--sharing", default=defaults.sharing, help="auto, always or never (default: %(default)s)")
     parser.add_argument("--execution", default=defaults.execution, help="auto, replay, nested or keep")
@@ -119,8 +122,43 @@ def plan_report(groups: Sequence[RolloutGroup], config: PlannerConfig) -> dict[s
             "cost_model": schedule.cost.source,
             "decision": schedule.decision,
         },
+        "world": _world_row(count_world(schedule), schedule.estimated_seconds),
         "schedule": schedule,
     }
+
+
+def _world_row(world: WorldCounts, seconds: float) -> dict[str, Any]:
+    return {"balance": world.balance, "step_seconds": seconds, **vars(world)}
+
+
+def _world_lines(world: dict[str, Any], world_size: int) -> list[str]:
+    """What all ranks do together, a line each with what the word means; nothing on one rank."""
+    if world_size == 1:
+        return []
+    waiting = 1 - world["slowest_seconds"] / world["step_seconds"] if world["step_seconds"] else 0.0
+    rows = [
+        ("balance", f"{world['balance']:.3f}", "seconds of a rank's own work: mean over ranks / slowest rank"),
+        ("waiting", f"{waiting:.1%}", "of the step that even the slowest rank waits: ranks run op by op side by side"),
+        ("idle ranks", f"{world['idle_ranks']:,}", "have no microbatch at all"),
+        (
+            "repeated rows",
+            f"{world['repeated_tokens']:,} ({world['tokens_per_unique']:.3f}x)",
+            "are computed on a rank although another does too (all computed / unique)",
+        ),
+        (
+            "dummies",
+            f"{world['dummies']:,} of {world['ops']:,}",
+            "ops run one token, so that ranks run equal strings",
+        ),
+        (
+            "exchanged",
+            f"{world['exchanged_bytes'] / 1e6:,.1f} MB",
+            "at most to each rank: all token ids, a value and a coefficient per unique row",
+        ),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines = [f"{name.ljust(widths[0])}  {value.ljust(widths[1])}  {words}" for name, value, words in rows]
+    return ["", f"all {world_size:,} ranks together:", *lines]
 
 
 def _group_row(name: str, tree: RolloutTree, chunk_size: int) -> dict[str, Any]:
@@ -156,14 +194,16 @@ def format_report(report: dict[str, Any]) -> str:
         [
             *lines,
             "",
-            f"{plan['microbatches']} microbatches of at most {plan['max_tokens_per_microbatch']:,} tokens on "
-            f"{plan['world_size']} ranks, {plan['execution']} execution",
+            f"{counted(plan['microbatches'], 'microbatch', 'microbatches')} of at most "
+            f"{plan['max_tokens_per_microbatch']:,} tokens on {counted(plan['world_size'], 'rank')}, "
+            f"{plan['execution']} execution",
             f"tokens: forward {plan['forward_tokens']:,}, backward {plan['backward_tokens']:,}, "
             f"replay {plan['replay_tokens']:,}",
             f"peaks: graph {plan['peak_graph_tokens']:,}, handoff {plan['peak_handoff_tokens']:,} tokens",
             f"estimated {plan['estimated_seconds']:.3g} s a step, without sharing at least "
             f"{plan['estimated_seconds_without_sharing']:.3g} s: {plan['estimated_gain']:.2f}x ({plan['cost_model']})",
             f"{plan['decision']}",
+            *_world_lines(report["world"], plan["world_size"]),
         ]
     )
 

@@ -10,15 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
-from trl import ModelConfig, TrlParser
+from trl import TrlParser
 
-from harts_hf.cli.train_arguments import DICT_FIELDS, TrainArguments
-from harts_hf.trainers import TreeGRPOConfig
+from harts_hf.cli.train_arguments import DICT_FIELDS, PolicyArguments, TrainArguments
+from harts_hf.cli.trainer_kinds import TRAINERS
 
 DESCRIPTION = """\
-Trains a policy on rollout trees as a recipe says. A recipe is a TRL YAML file: every field of TreeGRPOConfig, of TRL's
-ModelConfig and of TrainArguments. The command line overrides it. Of the dictionaries (model_config,
-environment_kwargs), "--model_config JSON" replaces the recipe's as a whole, "--model_config.KEY VALUE" one key of it.
+Trains a policy on rollout trees as a recipe says. A recipe is a TRL YAML file: every field of the trainer's
+configuration (trainer: grpo has TreeGRPOConfig's), of TRL's ModelConfig and of TrainArguments. The command line
+overrides it. "--model_config JSON" is merged into the recipe's model_config, key by key (the value of a key is
+replaced as a whole); where the command line also names a model_type it replaces it. The other dictionaries
+(environment_kwargs, agent_kwargs, collector_kwargs, recorded_kwargs) replace the recipe's as a whole.
+"--FIELD.KEY VALUE" sets one key of any of them.
 """
 MAX_BYTES = 2**20
 MAX_VALUES = 10_000  # aliases written out
@@ -37,11 +40,14 @@ def split_recipe(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return options[index + 1], options[:index] + options[index + 2 :]
 
 
-def parse(argv: Sequence[str]) -> tuple[TrainArguments, TreeGRPOConfig, ModelConfig]:
+def parse(argv: Sequence[str]) -> tuple[TrainArguments, Any, PolicyArguments]:
     """Reads the recipe and the command line.
 
     Args:
         argv: the recipe's path, then ``--field value`` pairs; the recipe may be left out.
+
+    Returns:
+        The recipe's own arguments, those of its trainer (a ``TreeGRPOConfig`` for ``trainer: grpo``), its policy's.
 
     Raises:
         ValueError: a file that is no recipe; an unknown key (named); a value that its field refuses.
@@ -52,7 +58,8 @@ def parse(argv: Sequence[str]) -> tuple[TrainArguments, TreeGRPOConfig, ModelCon
     recipe = {} if path is None else read_recipe(path)
     _set_variables(recipe.pop("env", None) or {})
     keys = _take_dictionary_keys(options)
-    types: Any = (TrainArguments, TreeGRPOConfig, ModelConfig)
+    config = TRAINERS[_trainer(recipe, options)].config
+    types: Any = (TrainArguments, config, PolicyArguments)
     hints = {name: hint for kind in types for name, hint in typing.get_type_hints(kind).items()}
     parser = TrlParser(
         types,
@@ -76,11 +83,58 @@ def parse(argv: Sequence[str]) -> tuple[TrainArguments, TreeGRPOConfig, ModelCon
     if unknown:
         raise ValueError(unknown_message(unknown, set(actions)))
     arguments, training, model = parsed
-    for name in DICT_FIELDS:
-        if recipe.get(name) and any(option.split("=")[0] == f"--{name}" for option in options):
-            print(f"{name} of the command line replaces the recipe's as a whole", file=sys.stderr)
-        setattr(arguments, name, {**getattr(arguments, name), **keys.get(name, {})})
+    _join_dictionaries(arguments, recipe, options, keys)
+    arguments.asks_for_bar = not training.disable_tqdm and (
+        "disable_tqdm" in recipe or _given(options, "disable_tqdm")
+    )
     return arguments, training, model
+
+
+def peek(argv: Sequence[str], name: str) -> Any:
+    """What recipe and command line say about one field, as it stands there; None if nothing.
+
+    Raises:
+        ValueError: a file that is no recipe.
+        OSError: no such recipe.
+    """
+    path, options = split_recipe(argv)
+    return _said({} if path is None else read_recipe(path), options, name)
+
+
+def _said(recipe: dict[str, Any], options: Sequence[str], name: str) -> Any:
+    value = recipe.get(name)
+    for index, option in enumerate(options):
+        key, is_joined, joined = option.partition("=")
+        if key.replace("-", "_") == f"__{name}" and (is_joined or index + 1 < len(options)):
+            value = joined if is_joined else options[index + 1]
+    return value
+
+
+def _trainer(recipe: dict[str, Any], options: Sequence[str]) -> str:
+    """The name of the trainer, which decides what other keys there are."""
+    name = _said(recipe, options, "trainer") or "grpo"
+    if name not in TRAINERS:
+        raise ValueError(f"expected trainer to be one of {', '.join(TRAINERS)}, got {name!r}")
+    return name
+
+
+def _given(options: Sequence[str], name: str) -> bool:
+    """Whether the command line has ``--name``, with underscores or hyphens."""
+    return any(option.split("=")[0].replace("-", "_") == f"__{name}" for option in options)
+
+
+def _join_dictionaries(
+    arguments: TrainArguments, recipe: dict[str, Any], options: Sequence[str], keys: dict[str, dict[str, Any]]
+) -> None:
+    """Puts together what recipe and command line say about the dictionaries."""
+    for name in DICT_FIELDS:
+        value, before = getattr(arguments, name), recipe.get(name)
+        if before and _given(options, name):
+            if name == "model_config" and not _given(options, "model_type"):
+                value = {**before, **value}
+            else:
+                print(f"{name} of the command line replaces the recipe's as a whole", file=sys.stderr)
+        setattr(arguments, name, {**value, **keys.get(name, {})})
 
 
 def read_recipe(path: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import platform
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,33 +11,38 @@ import numpy as np
 import torch
 import transformers
 import trl
-from matplotlib.figure import Figure
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import harts_hf
 from harts_hf.cli.output import printable, replacing, write_json
+from harts_hf.cli.train_metrics import WINDOW, cut_metrics, plot_reward, rewards_of, shown
 from harts_hf.rollouts.plot import plot_tree
 from harts_hf.tree import RolloutTree
 
-REPORT_FILES = ("metrics.jsonl", "summary.json", "reward.png", "tree.png")
-# First and last mean reward are taken over so many steps.
-WINDOW = 20
+REPORT_FILES = ("metrics.jsonl", "summary.json", "reward.png", "tree.png", "evaluation.jsonl")
 
 
 class TrainReport(TrainerCallback):
     """Prints a line at every log, and writes into the output folder.
 
-    ``metrics.jsonl`` (one log per line, as they come) and, at the end, ``reward.png``, ``tree.png`` and
-    ``summary.json``. A new run begins them anew. A resumed one goes on with the metrics of its folder, less those that
+    ``metrics.jsonl`` (one log per line, as they come), ``evaluation.jsonl`` (the same of evaluations) and, at the end,
+    ``reward.png``, ``summary.json`` and, if the rollout function keeps its latest rollouts, ``tree.png``. A new run
+    begins them anew. A resumed one goes on with the metrics of its folder, less those that
     are later than its checkpoint, and its pictures and summary tell of both.
 
     Of several processes the first of the world prints and writes, and no other. Tokens and rewards in the summary are
     sums and means of the logs, which are of all processes; seconds, device and the tree in ``tree.png`` are its own.
+
+    Args:
+        collector: the rollout function; of one with ``last_rollouts`` (each with ``tree``, ``prompt_ids``,
+            ``completion_ids`` and ``reward``) the largest tree is drawn.
+        prints_lines: whether to print a line at every log, or to leave that to a bar.
     """
 
-    def __init__(self, collector: Any) -> None:
-        # Anything whose last_rollouts have a tree, prompt_ids, completion_ids and a reward.
+    def __init__(self, collector: Any, *, prints_lines: bool = True) -> None:
         self._collector = collector
+        self._prints_lines = prints_lines
+        self._begun = (0.0, 0)  # this run: its clock, and the steps before it
         self._entries: list[dict[str, Any]] = []
         self._started = 0.0
         self._cpu_started = 0.0
@@ -48,23 +54,25 @@ class TrainReport(TrainerCallback):
         """Starts the clock."""
         self._started = time.perf_counter()
         self._cpu_started = time.process_time()
+        self._begun = self._started, state.global_step
         if state.is_world_process_zero:
             self._take_up(Path(str(args.output_dir)), state.global_step)
-            parameters = sum(parameter.numel() for parameter in kwargs["model"].parameters())
+            # Under ZeRO-3 a parameter is empty between its uses, and remembers its size.
+            parameters = sum(getattr(p, "ds_numel", p.numel()) for p in kwargs["model"].parameters())
             print(
-                f"training {parameters:,} parameters for {state.max_steps} steps, "
-                f"output in {printable(args.output_dir)}"
+                f"training {parameters:,} parameters for {state.max_steps} steps on "
+                f"{_processes(getattr(args, 'world_size', 1))}, output in {printable(args.output_dir)}"
             )
 
     def _take_up(self, folder: Path, step: int) -> None:
         """Leaves the metrics up to ``step`` in the folder, and counts from them on."""
         folder.mkdir(parents=True, exist_ok=True)
-        metrics, *at_end = (folder / name for name in REPORT_FILES)
+        metrics, *at_end, evaluation = (folder / name for name in REPORT_FILES)
         for path in at_end:
             path.unlink(missing_ok=True)
-        self._entries = [entry for entry in _read_metrics(metrics) if entry["step"] <= step]
-        with replacing(metrics) as new:
-            new.write_text("".join(json.dumps(entry) + "\n" for entry in self._entries))
+        self._entries = cut_metrics(metrics, step)
+        if not cut_metrics(evaluation, step):
+            evaluation.unlink()
         if self._entries:
             self._started -= self._entries[-1]["seconds"]
             self._cpu_started -= self._entries[-1].get("cpu_seconds", 0.0)
@@ -86,18 +94,32 @@ class TrainReport(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Records a log of a training step and prints its line."""
-        if not state.is_world_process_zero or logs is None or "reward" not in logs:
+        """Records a log of a training step, or of an evaluation, and prints its line."""
+        if not state.is_world_process_zero or logs is None or not {"reward", "eval_reward"} & logs.keys():
             return
         entry = {"step": state.global_step, "seconds": self._seconds(), "cpu_seconds": self._cpu_seconds(), **logs}
-        self._entries.append(entry)
-        with open(Path(str(args.output_dir)) / "metrics.jsonl", "a") as file:
+        is_training = "reward" in logs
+        with open(Path(str(args.output_dir)) / ("metrics.jsonl" if is_training else "evaluation.jsonl"), "a") as file:
             file.write(json.dumps(entry) + "\n")
-        print(
-            f"step {entry['step']:>5}/{state.max_steps}  reward {_shown(entry['reward'], 6)}  "
-            f"shared {entry.get('tree/sharing_ratio', 1.0):5.2f}x  {entry['seconds']:6.1f} s",
-            flush=True,
-        )
+        if is_training:
+            self._entries.append(entry)
+            line = (
+                f"reward {shown(entry['reward'], 6)}  shared {entry.get('tree/sharing_ratio', 1.0):5.2f}x  "
+                f"{entry['seconds']:6.1f} s  ETA {self._left(state)}"
+            )
+        else:
+            line = f"evaluation: reward {shown(entry['eval_reward'])}"
+        if self._prints_lines:
+            print(f"step {entry['step']:>5}/{state.max_steps}  {line}", flush=True)
+
+    def _left(self, state: TrainerState) -> str:
+        """The time that the remaining steps take if they are as fast as those of this run so far: ``h:mm:ss``."""
+        started, first = self._begun
+        done = state.global_step - first
+        if done < 1:
+            return "unknown"
+        seconds = (time.perf_counter() - started) / done * (state.max_steps - state.global_step)
+        return str(timedelta(seconds=round(seconds)))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -109,16 +131,14 @@ class TrainReport(TrainerCallback):
         summary = self._summary(args)
         write_json(folder / "summary.json", summary)
         with replacing(folder / "reward.png") as new:
-            _plot_reward(self._entries, new)
+            plot_reward(self._entries, new)
         with replacing(folder / "tree.png") as new:
             self._plot_tree(new)
         first, last = self._windows()
-        rewards = _shown(summary["last_mean_reward"])
+        rewards = shown(summary["last_mean_reward"])
         if not np.array_equal(first, last):  # of few steps, both would be the mean of all
             up_to = max(WINDOW, self._entries[0]["step"])
-            rewards = (
-                f"{_shown(summary['first_mean_reward'])} (steps up to {up_to}) -> {rewards} (last {WINDOW} steps)"
-            )
+            rewards = f"{shown(summary['first_mean_reward'])} (steps up to {up_to}) -> {rewards} (last {WINDOW} steps)"
         print(
             f"mean reward {rewards} in {summary['seconds']:.0f} s; "
             f"{summary['expanded_tokens']:,} tokens trained as {summary['forward_tokens']:,}"
@@ -127,7 +147,7 @@ class TrainReport(TrainerCallback):
     def _plot_tree(self, path: Path) -> None:
         """Draws the tree of the last step with the most tokens: once all goes well, many trees are a single line."""
         leaves: dict[int, list[Any]] = {}
-        for rollout in self._collector.last_rollouts:
+        for rollout in getattr(self._collector, "last_rollouts", ()):
             leaves.setdefault(rollout.tree, []).append(rollout)
         trees = {
             number: RolloutTree.from_trajectories([leaf.prompt_ids + leaf.completion_ids for leaf in group])
@@ -150,7 +170,7 @@ class TrainReport(TrainerCallback):
 
     def _summary(self, args: TrainingArguments) -> dict[str, Any]:
         steps = np.array([entry["step"] for entry in self._entries])
-        rewards = _rewards(self._entries)
+        rewards = rewards_of(self._entries)
         first, last = self._windows()
         # Logged metrics are means over the steps since the log before.
         spans = np.diff(steps, prepend=self._first_step)
@@ -189,40 +209,5 @@ class TrainReport(TrainerCallback):
         }
 
 
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a file, if there is one, up to the first line that is none of ours or was not finished."""
-    entries: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if not isinstance(entry, dict) or not {"step", "seconds"} <= entry.keys():
-            break
-        entries.append(entry)
-    return entries
-
-
-def _rewards(entries: list[dict[str, Any]]) -> np.ndarray:
-    """``[len(entries)]`` float64, NaN for a log in which no completion could be scored (TRL logs None)."""
-    return np.array([entry["reward"] for entry in entries], np.float64)
-
-
-def _shown(reward: float | None, width: int = 0) -> str:
-    return "none".rjust(width) if reward is None else f"{reward:{width}.3f}"
-
-
-def _plot_reward(entries: list[dict[str, Any]], path: Path) -> None:
-    steps = np.array([entry["step"] for entry in entries])
-    rewards = _rewards(entries)
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(steps, rewards, color="#30638e", alpha=0.35, linewidth=1, label="mean reward at each log")
-    known = steps[~np.isnan(rewards)]
-    smooth = [np.nanmean(rewards[(steps > step - WINDOW) & (steps <= step)]) for step in known]
-    axes.plot(known, smooth, color="#d1495b", linewidth=2, label=f"mean of the last {WINDOW} steps")
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("reward")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
+def _processes(count: int) -> str:
+    return f"{count} process" if count == 1 else f"{count} processes"

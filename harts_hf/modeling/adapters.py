@@ -45,7 +45,10 @@ def check_adapters(model: nn.Module) -> None:
         for option in fields(config):
             value = getattr(config, option.name)
             if option.name.endswith("dropout") and value:
-                raise UnsupportedModelError(f"expected dropout 0 everywhere, got {option.name} = {value}")
+                raise UnsupportedModelError(
+                    f"expected dropout 0 everywhere, got {option.name} = {value} in adapter {name!r}: set "
+                    f"{option.name}=0"
+                )
             if method == "LORA" and option.name not in LORA_OPTIONS and value:
                 raise UnsupportedModelError(
                     f"expected a LoRA that computes each token from its own row, got {option.name}={value} in adapter "

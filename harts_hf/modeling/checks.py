@@ -26,6 +26,9 @@ LOGIT_SCALES = (
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # Dimensions of a device mesh that split a model's layers, its sequences or its experts, by their usual names.
 SPLITTING = {"tp": "tensor", "cp": "context", "sp": "sequence", "pp": "pipeline", "ep": "expert"}
+# Families whose convolutions of queries, keys and values are joined when a checkpoint is loaded: Transformers (5.24)
+# joins each process's part of the three, so a model that it shards while loading has other channels' weights.
+JOINED_WHEN_LOADED = {"bailing_hybrid", "kimi_linear"}
 REENTRANT_MESSAGE = (
     "expected non-reentrant activation checkpointing, got use_reentrant=True: pass "
     'gradient_checkpointing_kwargs={"use_reentrant": False}; for adapters under ZeRO-3 TRL sets it to True '
@@ -102,25 +105,48 @@ def check_experts(model: nn.Module, *, zero3: bool) -> None:
 
 
 def check_parallelism(model: nn.Module) -> None:
-    """Raises UnsupportedModelError for a model whose layers, sequences or experts are split over processes.
+    """Raises UnsupportedModelError for a model whose layers or sequences are split over processes.
 
-    The data dimensions of FSDP are no such split: a forward gathers what it reads.
+    The data dimensions of FSDP are no such split: a forward gathers what it reads. Nor are experts that each process
+    sends its tokens to (Transformers' expert parallelism, ``DistributedConfig(ep_size=..., fsdp_size=...)``): they see
+    the rows of a microbatch as tokens, and ranks run equal strings of forwards and backwards.
     """
     config: Any = model.config
-    if getattr(model, "_device_mesh", None) is not None:  # as from_pretrained(distributed_config=...) leaves it
-        loaded = config.distributed_config
-        check_parallel_sizes({SPLITTING[name]: getattr(loaded, f"{name}_size", 1) for name in ("tp", "pp", "ep")})
+    is_loaded_sharded = getattr(model, "_device_mesh", None) is not None  # by from_pretrained(distributed_config=...)
+    if is_loaded_sharded:
+        _check_loaded_sharded(config)
     is_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             continue
         dims = parameter.device_mesh.mesh_dim_names or ()
-        splitting = [SPLITTING[part] for dim in dims for part in dim.split("_") if part in SPLITTING]
+        splitting = [
+            SPLITTING[part]
+            for dim in dims
+            for part in dim.split("_")
+            if part in SPLITTING and not (part == "ep" and is_loaded_sharded)
+        ]
         if splitting or not is_fsdp:
             raise UnsupportedModelError(
                 f"expected parameters that are whole or sharded by FSDP2, got {name} on a device mesh of dimensions "
                 f"{dims or 'without names'}: {splitting[0] if splitting else 'tensor'} parallelism is not supported"
             )
+
+
+def _check_loaded_sharded(config: Any) -> None:
+    loaded = config.distributed_config
+    check_parallel_sizes({SPLITTING[name]: getattr(loaded, f"{name}_size", 1) for name in ("tp", "pp")})
+    if config.model_type in JOINED_WHEN_LOADED:
+        raise UnsupportedModelError(
+            f"expected a model of family {config.model_type} that was loaded whole, got one that Transformers sharded "
+            "while loading (distributed_config): its convolutions got the weights of other channels. Load it without, "
+            "and shard it by FSDP2 (fsdp and fsdp_config) or ZeRO-3; expert parallelism cannot be had for it"
+        )
+    if loaded.ep_size > 1 and loaded.ep_implementation not in ("auto", "all_to_all"):
+        raise UnsupportedModelError(
+            f"expected ep_implementation='all_to_all' (or 'auto'), got {loaded.ep_implementation!r}, which computes "
+            "the same batch on every process"
+        )
 
 
 def check_parallel_sizes(sizes: Mapping[str, int | None]) -> None:
@@ -165,7 +191,8 @@ def _check_rope(config: Any) -> None:
 
 def _check_head(model: Any, config: Any) -> None:
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
+    # FSDP2 puts its own class before a module's.
+    if type(head) is not nn.Linear and type(head).__bases__ != (FSDPModule, nn.Linear):
         hint = "leave lm_head out of target_modules and modules_to_save"
         if type(head).__name__ == "TrainableTokensWrapper":
             hint = (

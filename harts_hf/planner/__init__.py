@@ -12,6 +12,7 @@ from harts_hf.planner.microbatch import Microbatch
 from harts_hf.planner.orders import LimitError
 from harts_hf.planner.plan import no_sharing_bound, plan_window
 from harts_hf.planner.schedule import Schedule
+from harts_hf.planner.world import WorldCounts, count_world
 
 __all__ = [
     "CHUNK_SIZE",
@@ -24,7 +25,9 @@ __all__ = [
     "PlannerConfig",
     "Schedule",
     "Work",
+    "WorldCounts",
     "build_chunk_tree",
+    "count_world",
     "decompose_chains",
     "fit_unit_seconds",
     "min_linear_calls",

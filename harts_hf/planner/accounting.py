@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 
 import numpy as np
 
 from harts_hf.planner.chunks import SegmentChunks
 from harts_hf.planner.cost import CostModel, Work, causal_pairs
-from harts_hf.planner.linear_calls import decompose_chains
+from harts_hf.planner.linear_calls import calls_of_forests
 from harts_hf.planner.microbatch import Microbatch
-from harts_hf.planner.spans import NO_SPANS, contains, expand_ranges, intersect, union
+from harts_hf.planner.spans import NO_SPANS, contains, expand_ranges, intersect, sorted_unique, union
 from harts_hf.tree import IntArray, RolloutTree
 
 
@@ -59,26 +60,36 @@ class ChunkEnds:
         depth = self._depth[segment] + rows - self._starts[segment]
         return self._pairs[segment] + causal_pairs(depth) - causal_pairs(self._depth[segment])
 
-    def chunk_nodes(self, microbatch: Microbatch) -> tuple[IntArray, IntArray, IntArray]:
-        """Chunk nodes of a microbatch.
+    def chunk_nodes(self, spans: IntArray, part: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Chunk nodes of the rows in spans, in several parts that do not know of one another.
+
+        Args:
+            spans: ``[k, 2]`` half-open spans of rows; those of a part stand together and ascend.
+            part: ``[k]`` the part of each span, ascending.
 
         Returns:
-            Their last rows, their numbers of rows (handed rows included), the rows before their first ones.
+            For each node, in the order of parts and last rows: its part, its last row, its number of rows (handed
+            rows included) and the row before its first one (-1 for none).
         """
-        spans = microbatch.row_spans
-        _, inside = expand_ranges(np.searchsorted(self.row, spans[:, 0]), np.searchsorted(self.row, spans[:, 1]))
+        which, inside = expand_ranges(np.searchsorted(self.row, spans[:, 0]), np.searchsorted(self.row, spans[:, 1]))
         # A row in the middle of a span has a child there or is a leaf, so only last rows can be left unfinished.
         last = spans[:, 1] - 1
         unfinished = (self.tree.subtree_end[last] > last + 1) & ((self.tree.depth[last] + 1) % self.chunk_size != 0)
-        last = last[unfinished]
-        last = last[~np.isin(last, self.tree.parent[spans[:, 0]])]
-        if len(last) == 0:
-            return self.row[inside], self.rows[inside], self.above[inside]
-        row = np.concatenate([self.row[inside], last])
-        order = np.argsort(row, kind="stable")
-        rows = np.concatenate([self.rows[inside], self.tree.depth[last] % self.chunk_size + 1])
-        above = np.concatenate([self.above[inside], self.rows_above(last)])
-        return row[order], rows[order], above[order]
+        stride = self.tree.num_tokens + 1
+        ended = np.flatnonzero(unfinished)
+        above_spans = np.sort(part * stride + self.tree.parent[spans[:, 0]])  # rows that go on in a span of their part
+        number = part[ended] * stride + last[ended]
+        found = np.minimum(np.searchsorted(above_spans, number), len(above_spans) - 1)
+        ended = ended[above_spans[found] != number]
+        in_part, row, rows, above = part[which], self.row[inside], self.rows[inside], self.above[inside]
+        if len(ended) == 0:
+            return in_part, row, rows, above
+        last = last[ended]
+        in_part, row = np.concatenate([in_part, part[ended]]), np.concatenate([row, last])
+        order = np.argsort(in_part * stride + row, kind="stable")
+        rows = np.concatenate([rows, self.tree.depth[last] % self.chunk_size + 1])
+        above = np.concatenate([above, self.rows_above(last)])
+        return in_part[order], row[order], rows[order], above[order]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -96,30 +107,50 @@ class Measure:
     chunks: int
 
 
-def measure(ends: ChunkEnds, microbatch: Microbatch, cost: CostModel) -> Measure:
-    """Counts of a microbatch. Complexity: O(chunk nodes + spans), one Python step per chunk node."""
-    row, rows, above = ends.chunk_nodes(microbatch)
-    here = contains(microbatch.row_spans, above)
-    parent = np.where(here, np.searchsorted(row, above), -1)
-    entries = np.unique(above[~here & (above >= 0)])
-    pairs = ends.pairs_before(microbatch.row_spans[:, 1]) - ends.pairs_before(microbatch.row_spans[:, 0])
-    handed = microbatch.num_prefix * cost.handoff_bytes_per_row + len(entries) * cost.handoff_bytes_per_state
-    work = Work(
-        rows=microbatch.num_rows,
-        linear_rows=int(rows.sum()),
-        pairs=int(pairs.sum()),
-        calls=_calls(parent),
-        handoff_bytes=handed,
+def measure_all(ends: ChunkEnds, microbatches: Sequence[Microbatch], cost: CostModel) -> tuple[Measure, ...]:
+    """Counts of microbatches, in their order.
+
+    Complexity: NumPy work over chunk nodes and spans, one Python step per microbatch and branch of chunk nodes.
+    """
+    count = len(microbatches)
+    spans = np.concatenate([microbatch.row_spans for microbatch in microbatches])
+    num_spans = np.array([len(microbatch.row_spans) for microbatch in microbatches])
+    part = np.repeat(np.arange(count), num_spans)
+    node_part, row, rows, above = ends.chunk_nodes(spans, part)
+    # Row r of part p has the number p * stride + r, so that all parts are searched at once.
+    stride = ends.tree.num_tokens + 1
+    above_number = node_part * stride + above
+    here = (above >= 0) & contains(spans + (part * stride)[:, None], above_number)
+    parent = np.where(here, np.searchsorted(node_part * stride + row, above_number), -1)
+    entries = sorted_unique(above_number[~here & (above >= 0)])
+    entry_ends = np.searchsorted(entries, np.arange(1, count) * stride)
+    node_ends = np.searchsorted(node_part, np.arange(count + 1))
+    linear_rows = np.diff(np.append(0, np.cumsum(rows))[node_ends]).tolist()
+    span_pairs = ends.pairs_before(spans[:, 1]) - ends.pairs_before(spans[:, 0])
+    pairs = np.diff(np.append(0, np.cumsum(span_pairs))[np.append(0, np.cumsum(num_spans))]).tolist()
+    calls = calls_of_forests(parent, node_part, count).tolist()
+    chunks = np.diff(node_ends).tolist()
+    entries_of = np.split(entries % stride, entry_ends)
+    return tuple(
+        Measure(
+            work=Work(
+                rows=microbatch.num_rows,
+                linear_rows=linear_rows[i],
+                pairs=pairs[i],
+                calls=calls[i],
+                handoff_bytes=microbatch.num_prefix * cost.handoff_bytes_per_row
+                + len(entries_of[i]) * cost.handoff_bytes_per_state,
+            ),
+            entries=entries_of[i],
+            chunks=chunks[i],
+        )
+        for i, microbatch in enumerate(microbatches)
     )
-    return Measure(work=work, entries=entries, chunks=len(row))
 
 
-def _calls(parent: IntArray) -> int:
-    # One chain, or several side by side, is the common case and needs no walk.
-    inner = parent[parent >= 0]
-    if len(np.unique(inner)) == len(inner):
-        return 1
-    return decompose_chains(parent).num_calls
+def measure(ends: ChunkEnds, microbatch: Microbatch, cost: CostModel) -> Measure:
+    """Counts of one microbatch."""
+    return measure_all(ends, [microbatch], cost)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,18 +175,31 @@ class Accounts:
     """Counts of all microbatches of a plan.
 
     Attributes:
+        microbatches: by id.
         measures: what each microbatch does, by id.
-        handed: what each trunk hands over, by id; microbatches that nobody reads are left out.
+        num_rows: rows of the forest.
+        cost: for bytes of what is handed over.
     """
 
+    microbatches: Sequence[Microbatch]
     measures: tuple[Measure, ...]
-    handed: dict[int, Handed]
+    num_rows: int
+    cost: CostModel
 
     @classmethod
     def of(cls, ends: ChunkEnds, microbatches: Sequence[Microbatch], cost: CostModel) -> "Accounts":
-        """Of microbatches by id. Complexity: see :func:`measure`, and NumPy work over the spans of all prefixes."""
-        measures = tuple(measure(ends, microbatch, cost) for microbatch in microbatches)
-        return cls(measures=measures, handed=_handed(ends.tree.num_tokens, microbatches, measures, cost))
+        """Of microbatches by id. Complexity: see :func:`measure_all`."""
+        measures = measure_all(ends, microbatches, cost)
+        return cls(microbatches=microbatches, measures=measures, num_rows=ends.tree.num_tokens, cost=cost)
+
+    @cached_property
+    def handed(self) -> dict[int, Handed]:
+        """What each trunk hands over, by id; microbatches that nobody reads are left out.
+
+        Counted on first use, since planning needs it under a limit of handed bytes only. Complexity: NumPy work over
+        the spans of all prefixes.
+        """
+        return _handed(self.num_rows, self.microbatches, self.measures, self.cost)
 
 
 # Handed spans are united once this many have come together.
@@ -186,7 +230,7 @@ def _handed(
     spans = union([spans, *waiting])
     trunks = np.flatnonzero(np.bincount(np.concatenate([microbatch.trunk_ids for microbatch in microbatches])))
     rows_of = np.bincount(spans[:, 0] // stride, weights=spans[:, 1] - spans[:, 0], minlength=len(microbatches))
-    states_of = np.bincount(np.unique(np.concatenate(states)) // stride, minlength=len(microbatches))
+    states_of = np.bincount(sorted_unique(np.concatenate(states)) // stride, minlength=len(microbatches))
     return {trunk: _handed_of(int(rows_of[trunk]), int(states_of[trunk]), cost) for trunk in trunks.tolist()}
 
 

@@ -27,8 +27,10 @@ class PlannerConfig:
         max_handoff_bytes: bytes of boundary states that may be alive at once on a rank; None for no limit.
         world_size: ranks that share the work, at most 4,096.
         chunk_size: C, the chunk of the linear rule.
-        sharing: "always" computes every shared row as seldom as the limits allow; "never" gives every trajectory rows
-            of its own; "auto" takes whichever is estimated to be faster.
+        sharing: "always" computes every row once over all ranks: a tree stays whole on one of them, so ranks may idle
+            (and do, where all trajectories begin with one token, which makes them one tree). "never" gives every
+            trajectory rows of its own. "auto" takes what is estimated to be fastest, prefixes computed again on
+            several ranks included.
         execution: "replay", "nested" or "keep" (docs/windows.md); "auto" takes "replay", which is exact everywhere.
         cost: coefficients of the time estimate; None for the defaults.
         handoff: whether a microbatch may read the states of others. False: a cut computes its prefix again.

@@ -102,6 +102,10 @@ class CostModel:
         """Of ``forwards`` forwards and one backward together."""
         return UnitSeconds(**{n: forwards * getattr(self.forward, n) + getattr(self.backward, n) for n in FEATURES})
 
+    def step_parts(self, forwards: int = 2) -> tuple[UnitSeconds, UnitSeconds]:
+        """The same as two parts: all forwards, and the backward."""
+        return UnitSeconds(**{n: forwards * getattr(self.forward, n) for n in FEATURES}), self.backward
+
     def __post_init__(self) -> None:
         for name, highest in _SIZES.items():
             if not _is_number(getattr(self, name), highest):

@@ -1,4 +1,4 @@
-"""Level 1: cuts a rank's walk into pieces, and makes each a microbatch (NumPy only)."""
+"""Level 1: cuts the walks of ranks into pieces (NumPy only)."""
 
 from bisect import bisect_right
 from collections import deque
@@ -6,14 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from harts_hf.planner.chunks import whole_chunk_rows
 from harts_hf.planner.cost import UnitSeconds, causal_pairs
-from harts_hf.planner.microbatch import Microbatch
-from harts_hf.planner.spans import NO_SPANS, expand_ranges, merge_spans
 from harts_hf.planner.walk import CutTable, Walk
-from harts_hf.tree import IntArray
 
 # A cut moves back at most this many chunks to lie on a chunk boundary or below a leaf.
 ALIGN_WITHIN_CHUNKS = 1
@@ -150,34 +146,38 @@ def cut_evenly(
 ) -> list[list[Piece]] | None:
     """At most ``count`` pieces per rank, the slowest piece as fast as the limits allow; None if ``count`` is too few.
 
-    Ranks move in lockstep, so equal pieces on all of them lose nothing. Complexity: a few greedy cuts.
+    Ranks move in lockstep, so equal pieces on all of them lose nothing. Complexity: a greedy cut of each rank, and a
+    few more of each rank whose slowest piece is slower than those of the ranks before it.
     """
 
-    def cut(seconds: float) -> list[list[Piece]]:
-        return [
-            cut_greedily(t, limits, chunk_size=chunk_size, seconds_per=seconds_per, seconds=seconds) for t in tables
-        ]
+    def cut(table: CutTable, seconds: float) -> list[Piece]:
+        return cut_greedily(table, limits, chunk_size=chunk_size, seconds_per=seconds_per, seconds=seconds)
 
-    longest = max(float(table.seconds[-1]) for table in tables)
-    best = cut(np.inf)
-    if any(len(pieces) > count for pieces in best):
-        return None
-    low = high = longest / count
-    step_up = 0.02
-    while high < np.inf:  # where seconds, not rows, bind, the bound is nearly met: look close to it first
-        pieces = cut(high)
-        if all(len(p) <= count for p in pieces):
-            best = pieces
-            break
-        low, high, step_up = high, high * (1 + step_up), 2 * step_up
-    while high - low > 2e-3 * high:
-        middle = (low + high) / 2
-        pieces = cut(middle)
-        if any(len(p) > count for p in pieces):
-            low = middle
-        else:
-            high, best = middle, pieces
-    return best
+    totals = [float(table.seconds[-1]) for table in tables]
+    slowest = max(totals) / max(count, 1)
+    found: list[list[Piece]] = [[] for _ in tables]
+    for rank in sorted(range(len(tables)), key=lambda rank: -totals[rank]):
+        pieces = cut(tables[rank], slowest)
+        if len(pieces) > count:
+            if len(cut(tables[rank], np.inf)) > count:
+                return None
+            low = high = slowest
+            step_up = 0.02
+            while (
+                len(pieces) > count
+            ):  # where seconds, not rows, bind, the bound is nearly met: look close to it first
+                low, high, step_up = high, high * (1 + step_up), 2 * step_up
+                pieces = cut(tables[rank], high)
+            while high - low > 2e-3 * high:
+                middle = (low + high) / 2
+                fewer = cut(tables[rank], middle)
+                if len(fewer) > count:
+                    low = middle
+                else:
+                    high, pieces = middle, fewer
+            slowest = high
+        found[rank] = pieces
+    return found
 
 
 def cut_whole_paths(walk: Walk, table: CutTable, limits: PieceLimits, *, chunk_size: int) -> list[Piece]:
@@ -240,58 +240,3 @@ def _best_runs(
         runs.append((cut[last], last))
         last = cut[last] - 1
     return runs[::-1]
-
-
-def assemble(walks: Sequence[Walk], pieces: Sequence[Sequence[Piece]]) -> list[Microbatch]:
-    """Microbatches in the order of ranks and pieces.
-
-    A piece that does not compute its prefix again reads it from the pieces before it that hold it; if one of those
-    computed *its* prefix again, the rest is read from that one too, so that windows close early.
-
-    Complexity: a few NumPy calls per piece, over the segments of the pieces and of the paths above them.
-    """
-    microbatches: list[Microbatch] = []
-    for rank, (walk, cuts) in enumerate(zip(walks, pieces, strict=True)):
-        first_id = len(microbatches)
-        starts = [piece.start for piece in cuts]
-        start_array = np.array(starts, np.int64)
-        repeats_above = np.array([piece.again > 0 for piece in cuts], bool)
-        owns_all = bool(walk.owned.all())
-        for index, (piece, above) in enumerate(zip(cuts, walk.paths_above(starts), strict=True)):
-            rows = walk.spans(piece.start, piece.stop)
-            owned = rows if owns_all else walk.spans(piece.start, piece.stop, owned=True)
-            prefix: IntArray = NO_SPANS
-            trunks: tuple[int, ...] = ()
-            if piece.again:
-                rows = merge_spans(np.concatenate([rows, _rows_of_runs(walk, above)]))
-            elif len(above):
-                trunks = tuple((first_id + _providers(above, start_array, repeats_above)).tolist())
-                prefix = merge_spans(_rows_of_runs(walk, above))
-            microbatches.append(
-                Microbatch.from_spans(
-                    id=first_id + index,
-                    row_spans=rows,
-                    owned_spans=owned,
-                    prefix_spans=prefix,
-                    trunks=trunks,
-                    rank=rank,
-                )
-            )
-    return microbatches
-
-
-def _providers(above: IntArray, starts: IntArray, repeats_above: NDArray[np.bool_]) -> IntArray:
-    """Pieces that hold runs of positions, up to the innermost that computes its own prefix again; ascending."""
-    first = np.searchsorted(starts, above[:, 0], side="right") - 1
-    last = np.searchsorted(starts, above[:, 1] - 1, side="right") - 1
-    # Runs ascend, and neighbours may end and begin in one piece.
-    first[1:] = np.maximum(first[1:], last[:-1] + 1)
-    _, pieces = expand_ranges(first, last + 1)
-    again = np.flatnonzero(repeats_above[pieces])
-    return pieces[again[-1] :] if len(again) else pieces
-
-
-def _rows_of_runs(walk: Walk, runs: IntArray) -> IntArray:
-    """Spans of rows at runs of positions, each within one segment."""
-    segment = np.searchsorted(walk.position, runs[:, 0], side="right") - 1
-    return runs + (walk.row[segment] - walk.position[segment])[:, None]

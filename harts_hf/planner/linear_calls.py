@@ -77,6 +77,33 @@ def decompose_chains(parent: IntArray, *, taps: Taps = "anywhere") -> ChainDecom
     )
 
 
+def calls_of_forests(parent: IntArray, forest: IntArray, num_forests: int) -> IntArray:
+    """Fewest calls (taps anywhere) of each of several forests of chunk nodes, ``[num_forests]``; 0 for an empty one.
+
+    Args:
+        parent: ``[M]`` as for :func:`decompose_chains`; a node and its parent are of one forest.
+        forest: ``[M]`` the forest of each node.
+        num_forests: how many forests there are.
+
+    Complexity: O(M) NumPy work, one Python step per run of nodes that follow one another and do not branch.
+    """
+    calls = np.zeros(num_forests, np.int64)
+    if len(parent) == 0:
+        return calls
+    children = np.bincount(parent[parent >= 0], minlength=len(parent))
+    number = np.arange(len(parent))
+    goes_on = (parent == number - 1) & (children[number - 1] == 1) & (parent >= 0)
+    head = np.flatnonzero(~goes_on)
+    run = np.cumsum(~goes_on) - 1
+    above = np.where(parent[head] < 0, -1, run[parent[head]])
+    needed = np.ones(len(head), np.int64)
+    if (above >= 0).any():
+        needed = np.array(_strahler_numbers(above.tolist(), "anywhere")[0], np.int64)
+    roots = above < 0
+    np.maximum.at(calls, forest[head[roots]], needed[roots])
+    return calls
+
+
 def _strahler_numbers(above: list[int], taps: Taps) -> tuple[list[int], list[int]]:
     """``needed``: calls that a node's subtree needs; ``heavy``: the child that goes on in the node's call, or -1."""
     num_nodes = len(above)

@@ -58,7 +58,7 @@ def order_ops(
     Args:
         own: the rank's microbatches, trunks before dependents.
         all_microbatches: by id.
-        handed: what each trunk hands over.
+        handed: what each trunk hands over; read under a limit of handed bytes only.
         execution: "replay", "nested" or "keep".
         config: has the limits.
 

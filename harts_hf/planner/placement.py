@@ -5,145 +5,210 @@ is computed on both. The leaves stand in an order in which the deepest child com
 rows between its ends plus the path above its first leaf, which is short where the run is the early part of a spine.
 """
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, insort
+from math import ceil
 
 import numpy as np
 
-from harts_hf.planner.chunks import whole_chunk_rows
-from harts_hf.planner.cost import UnitSeconds, causal_pairs
-from harts_hf.planner.cuts import prefix_seconds
+from harts_hf.planner.leaf_table import LeafTable, Run
+from harts_hf.planner.spans import sorted_unique
 from harts_hf.planner.walk import FloatArray, Walk
 from harts_hf.tree import IntArray
 
+# The search for the least time ends when it is known to this part of itself.
+SEARCH_TO = 2e-3
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class LeafTable:
-    """Costs of runs of leaves of a walk with ``L`` leaves.
 
-    Attributes:
-        before: ``[L + 1]`` estimated seconds of all rows of the walk before each leaf's own first row.
-        above: ``[L]`` estimated seconds of the path above each leaf's own first row.
-        root: ``[L]`` number of each leaf's root.
+# Runs are exchanged between ranks at most this often.
+MAX_EXCHANGES = 32
+# Of the rows that a microbatch may hold, those that pieces of a walk fill in the mean at least.
+FULL = 0.99
+
+
+# Runs of leaves of each rank.
+Packing = list[list[Run]]
+
+
+def place_runs(leaves: LeafTable, world_size: int, *, max_rows: int, slot_seconds: float) -> list[IntArray]:
+    """Ranks of the leaves, ``[L]``: of the packings found, the fastest first.
+
+    Tries the shares that forwards and backward have of the step in the whole forest, and where the longest path binds
+    those of the path and what lies between; then, where that costs a microbatch on every rank, to spread rows better.
+    For each the smallest time is searched within which :func:`_pack` succeeds. Complexity: O(log) packings.
+
+    Args:
+        leaves: costs as :meth:`LeafTable.build` has them.
+        world_size: ranks.
+        max_rows: rows of a microbatch.
+        slot_seconds: what a microbatch costs without its rows, on all ranks.
     """
+    whole, longest = leaves.before[:2, -1], leaves.paths[:2, int(leaves.paths[:2].sum(axis=0).argmax())]
+    shares = [whole / whole.sum()]
+    if longest.sum() * world_size > 0.8 * whole.sum():
+        shares += [longest / longest.sum(), (longest / longest.sum() + shares[0]) / 2]
+    found: list[tuple[float, int, Packing]] = []
+    common = float(leaves.common[2])
 
-    before: FloatArray
-    above: FloatArray
-    root: IntArray
+    def search(room: FloatArray, below: float | None) -> tuple[float, int] | None:
+        """Seconds and microbatches of the fastest packing."""
+        answer = _fastest_packing(leaves.divided(room), world_size, below)
+        if answer is None:
+            return None
+        seconds, packing = answer[0], _balanced(leaves.divided(room), answer[1])
+        slots = ceil((common + max(leaves.sums(packing, 2))) / (FULL * max_rows))
+        lockstep = sum(max(leaves.sums(packing, cost)) for cost in (0, 1))
+        found.append((lockstep + slots * slot_seconds, len(found), packing))
+        return seconds, slots
 
-    @property
-    def num_leaves(self) -> int:
-        """L."""
-        return len(self.root)
-
-    @classmethod
-    def build(cls, walk: Walk, *, chunk_size: int, seconds_per: UnitSeconds) -> "LeafTable":
-        """Of a walk; ``seconds_per`` is of a whole step."""
-        leaves = np.flatnonzero(walk.is_leaf)
-        first = np.append(0, leaves[:-1] + 1)  # the segment after the leaf before
-        stop = walk.depth + walk.length
-        pairs = causal_pairs(stop) - causal_pairs(walk.depth)
-        nodes = whole_chunk_rows(stop, chunk_size) - whole_chunk_rows(walk.depth, chunk_size)
-        nodes = nodes + np.where(walk.is_leaf, stop % chunk_size, 0)
-        seconds = seconds_per.rows * walk.length + seconds_per.pairs * pairs + seconds_per.linear_rows * nodes
-        before = np.append(0.0, np.cumsum(seconds))
-        above = [prefix_seconds(depth, seconds_per, chunk_size) for depth in walk.depth[first].tolist()]
-        return cls(before=before[np.append(first, walk.num_segments)], above=np.array(above), root=walk.root[first])
-
-    def run(self, start: int, stop: int) -> float:
-        """Seconds of the leaves ``[start, stop)`` alone on a rank."""
-        return float(self.before[stop] - self.before[start] + self.above[start])
-
-    def last_start(self, start: int, stop: int, seconds: float) -> int:
-        """The lowest first leaf of a run up to ``stop`` within ``seconds``; ``stop`` if not even one leaf fits."""
-        costs = self.before[stop] - self.before[start:stop] + self.above[start:stop]
-        fits = np.flatnonzero(costs <= seconds)  # costs fall: each leaf's path lies within the run before it
-        return start + int(fits[0]) if fits.size else stop
-
-    def first_stop(self, start: int, stop: int, seconds: float) -> int:
-        """The end of the longest run from ``start`` within ``seconds``."""
-        budget = seconds - self.above[start] + self.before[start]
-        return min(stop, int(np.searchsorted(self.before, budget * (1 + 1e-12), side="right")) - 1)
+    seconds, slots, best = np.inf, 0, shares[0]
+    for share in shares:
+        answer = search(np.append(share, np.inf), None if seconds == np.inf else seconds)
+        if answer is not None:
+            (seconds, slots), best = answer, share
+    fewest = ceil((common + sum(leaves.sums(min(found)[2], 2)) / world_size) / (FULL * max_rows))
+    for count in range(slots - 1, fewest - 1, -1):
+        room = np.append(best, (FULL * max_rows * count - common) / seconds)
+        if room[2] <= 0 or search(room, seconds + (slots - count) * slot_seconds) is None:
+            break
+    return [_owner_of_leaves(packing, leaves.num_leaves) for _, _, packing in sorted(found)]
 
 
-Run = tuple[int, int]
-
-
-def place_runs(leaves: LeafTable, world_size: int, slacks: Sequence[float]) -> list[IntArray]:
-    """Ranks of the leaves, ``[L]``, several answers from the fastest to the one that repeats least.
-
-    Searches the smallest time within which :func:`_pack` succeeds, then packs within ``1 + slack`` of it, and with
-    the least slack that repeats about as little as the last.
-    Complexity: O(log) packings.
-    """
-    starts = np.flatnonzero(np.append(True, leaves.root[1:] != leaves.root[:-1]))
-    roots = list(zip(starts.tolist(), np.append(starts[1:], leaves.num_leaves).tolist(), strict=True))
-    path = leaves.above + np.diff(leaves.before)
-    low = max(float(leaves.before[-1]) / world_size, float(path.max()))
-    high = low
-    while (best := _pack(leaves, roots, world_size, high)) is None:
-        low, high = high, high * 1.05
-    while high - low > 2e-3 * high:
+def _fastest_packing(leaves: LeafTable, world_size: int, below: float | None) -> tuple[float, Packing] | None:
+    """The least time within which leaves can be packed, and how; None if it is not ``below`` some seconds."""
+    low = max(float(leaves.before[:, -1].max()) / world_size, float(leaves.paths.max()))
+    if below is None:
+        high = low
+        while (best := _pack(leaves, world_size, high)) is None:
+            low, high = high, high * 1.03
+    else:
+        high = below * (1 - SEARCH_TO)
+        best = _pack(leaves, world_size, high) if high >= low else None
+        if best is None:
+            return None
+    while high - low > SEARCH_TO * high:
         middle = (low + high) / 2
-        found = _pack(leaves, roots, world_size, middle)
+        found = _pack(leaves, world_size, middle)
         if found is None:
             low = middle
         else:
             high, best = middle, found
-    packings = [best]
-    for slack in slacks:
-        packings.append(_pack(leaves, roots, world_size, high * (1 + slack)) or best)
-    packings.append(_least_slack(leaves, roots, world_size, high, high * (1 + slacks[-1])) or best)
-    return [_owner_of_leaves(ranks, leaves.num_leaves) for ranks in packings]
+    return high, best
 
 
-def _least_slack(
-    leaves: LeafTable, roots: list[Run], world_size: int, low: float, high: float
-) -> list[list[Run]] | None:
-    """The packing of the least time that repeats about as little as the one within ``high``."""
+def _balanced(leaves: LeafTable, packing: Packing) -> Packing:
+    """Moves a run of the slowest rank to another, or exchanges it, as long as the slower of the two gets faster.
 
-    def total(ranks: list[list[Run]]) -> float:
-        return sum(leaves.run(*run) for runs in ranks for run in runs)
+    The search packs by the largest cost of each run, this by the largest sum. Complexity: a few NumPy calls a step.
+    """
+    runs = [(rank, *run) for rank, own in enumerate(packing) for run in own]
+    rank, start, stop = np.array(runs, np.int64).T
+    cost = (leaves.before[:, stop] - leaves.before[:, start] + leaves.above[:, start]).T
+    sums = np.zeros((len(packing), 3))
+    np.add.at(sums, rank, cost)
+    for _ in range(MAX_EXCHANGES):
+        slowest = int(sums.max(axis=1).argmax())
+        own, other = np.flatnonzero(rank == slowest), np.flatnonzero(rank != slowest)
+        without = sums[slowest] - cost[own]
+        moved = np.maximum(without.max(axis=1)[:, None], (sums + cost[own][:, None]).max(axis=2))
+        moved[:, slowest] = np.inf
+        given = (without[:, None] + cost[other]).max(axis=2)
+        taken = (sums[rank[other]] - cost[other] + cost[own][:, None]).max(axis=2)
+        tried = np.concatenate([moved, np.maximum(given, taken)], axis=1)
+        run, choice = np.unravel_index(int(tried.argmin()), tried.shape)
+        if tried[run, choice] >= sums[slowest].max() * (1 - 1e-6):
+            break
+        leaving = own[run]
+        target = int(choice)
+        if target >= len(packing):
+            coming = other[target - len(packing)]
+            target = int(rank[coming])
+            rank[coming] = slowest
+            sums[target] -= cost[coming]
+            sums[slowest] += cost[coming]
+        rank[leaving] = target
+        sums[target] += cost[leaving]
+        sums[slowest] -= cost[leaving]
+    balanced: Packing = [[] for _ in packing]
+    for number, first, end in zip(rank.tolist(), start.tolist(), stop.tolist(), strict=True):
+        balanced[number].append((first, end))
+    return balanced
 
-    best = _pack(leaves, roots, world_size, high)
-    if best is None:
-        return None
-    enough = total(best) * 1.003
-    while high - low > 2e-3 * high:
+
+def place_roots(leaves: LeafTable, world_size: int) -> IntArray:
+    """``[L]`` ranks of the leaves, the trees whole on one rank each, so that no row is computed on two.
+
+    The better of two well-known rules: the largest tree to the emptiest rank (Graham 1969), and first fit of
+    descending trees within the least time for which that succeeds (multifit; Coffman, Garey and Johnson 1978).
+    """
+    whole = leaves.before[:2, -1]
+    table = leaves.divided(np.append(whole / whole.sum(), np.inf))
+    times = [table.run(*run) for run in table.roots]
+    order = sorted(range(len(times)), key=lambda root: (-times[root], root))
+    rank_of = _largest_to_emptiest(times, order, world_size)
+    high = max(np.bincount(rank_of, weights=times))
+    low = max(sum(times) / world_size, max(times))
+    while high - low > SEARCH_TO * high:
         middle = (low + high) / 2
-        found = _pack(leaves, roots, world_size, middle)
-        if found is not None and total(found) <= enough:
-            high, best = middle, found
-        else:
+        found = _first_fit(times, order, world_size, middle)
+        if found is None:
             low = middle
-    return best
+        else:
+            high, rank_of = middle, found
+    return np.array(rank_of)[np.repeat(np.arange(len(times)), [stop - start for start, stop in table.roots])]
 
 
-def _owner_of_leaves(ranks: list[list[Run]], num_leaves: int) -> IntArray:
+def _largest_to_emptiest(times: list[float], order: list[int], world_size: int) -> list[int]:
+    loads = [(0.0, rank) for rank in range(world_size)]
+    rank_of = [0] * len(times)
+    for root in order:
+        load, rank_of[root] = loads.pop(0)
+        insort(loads, (load + times[root], rank_of[root]))
+    return rank_of
+
+
+def _first_fit(times: list[float], order: list[int], world_size: int, seconds: float) -> list[int] | None:
+    rooms = np.full(world_size, seconds * (1 + 1e-12))
+    rank_of = [0] * len(times)
+    for root in order:
+        rank = int((rooms >= times[root]).argmax())
+        if rooms[rank] < times[root]:
+            return None
+        rooms[rank] -= times[root]
+        rank_of[root] = rank
+    return rank_of
+
+
+def _owner_of_leaves(packing: Packing, num_leaves: int) -> IntArray:
     owner = np.empty(num_leaves, np.int64)
-    for rank, runs in enumerate(ranks):
+    for rank, runs in enumerate(packing):
         for start, stop in runs:
             owner[start:stop] = rank
     return owner
 
 
-def _pack(leaves: LeafTable, roots: list[Run], world_size: int, seconds: float) -> list[list[Run]] | None:
+def _pack(leaves: LeafTable, world_size: int, seconds: float) -> Packing | None:
     """Runs on ranks within ``seconds`` each, or None.
 
-    Trees that are too long for a rank are cut from their deep end. The largest run then goes to a rank that has room
+    Units that are too long for a rank are cut from their deep end. The largest run then goes to a rank that has room
     (the emptiest, or if that fails the fullest such rank); if none has, the early part of it fills the emptiest one.
     """
     queue = []
-    for start, stop in roots:
-        while leaves.run(start, stop) > seconds:
+    total = 0.0
+    for (start, stop), need in zip(leaves.units, leaves.unit_seconds, strict=True):
+        while need > seconds:
             cut = leaves.last_start(start, stop, seconds)
             if cut == stop:
                 return None
-            queue.append((cut, stop))
+            part = leaves.run(cut, stop)
+            total += part
+            queue.append((-part, cut, stop))
             stop = cut
-        queue.append((start, stop))
-    queue.sort(key=lambda run: (-leaves.run(*run), run))
+            need = leaves.run(start, stop)
+        total += need
+        queue.append((-need, start, stop))
+    if total > world_size * seconds * (1 + 1e-9):
+        return None
+    queue.sort()
     for fullest in (False, True):
         found = _fill(leaves, list(queue), world_size, seconds, fullest)
         if found is not None:
@@ -152,33 +217,30 @@ def _pack(leaves: LeafTable, roots: list[Run], world_size: int, seconds: float) 
 
 
 def _fill(
-    leaves: LeafTable, queue: list[Run], world_size: int, seconds: float, fullest: bool
-) -> list[list[Run]] | None:
+    leaves: LeafTable, queue: list[tuple[float, int, int]], world_size: int, seconds: float, fullest: bool
+) -> Packing | None:
+    """Takes runs ``(-seconds, first leaf, stop)`` in order."""
     rooms = [(seconds, rank) for rank in range(world_size)]  # (room, rank), ascending
-    ranks: list[list[Run]] = [[] for _ in range(world_size)]
-    needs = [-leaves.run(*run) for run in queue]
+    packing: Packing = [[] for _ in range(world_size)]
     head = 0
     while head < len(queue):
-        start, stop = queue[head]
-        need = -needs[head]
+        need, start, stop = queue[head]
         head += 1
-        fitting = bisect_left(rooms, (need - 1e-12 * seconds, -1))
+        fitting = bisect_left(rooms, (-need - 1e-12 * seconds, -1))
         emptiest = bisect_left(rooms, (rooms[-1][0], -1))  # the lowest rank of those with most room
         if fitting < world_size:
             room, rank = rooms.pop(fitting if fullest else emptiest)
-            cut = stop
+            cut, taken = stop, -need
         else:
             room, rank = rooms.pop(emptiest)
             cut = leaves.first_stop(start, stop, room)
             if cut <= start:
                 return None
-            rest = leaves.run(cut, stop)
-            index = bisect_right(needs, -rest, head)
-            queue.insert(index, (cut, stop))
-            needs.insert(index, -rest)
-        insort(rooms, (room - leaves.run(start, cut), rank))
-        ranks[rank].append((start, cut))
-    return ranks
+            insort(queue, (-leaves.run(cut, stop), cut, stop), head)
+            taken = leaves.run(start, cut)
+        insort(rooms, (room - taken, rank))
+        packing[rank].append((start, cut))
+    return packing
 
 
 def walks_of_owners(walk: Walk, order: Walk, owner: IntArray, world_size: int) -> list[Walk]:
@@ -189,15 +251,24 @@ def walks_of_owners(walk: Walk, order: Walk, owner: IntArray, world_size: int) -
         order: a walk over the same segments, in the order in which the ranks are to go.
         owner: ``[L]`` rank of each leaf.
         world_size: ranks.
+
+    Complexity: NumPy work over the segments of ``order`` and of all answers, a few calls per run of leaves.
     """
-    by_row = np.argsort(walk.row)
-    rank = np.full(walk.num_segments, -1)
-    rank[walk.is_leaf] = owner
-    rank_of_segment = rank[by_row[np.searchsorted(walk.row, order.row, sorter=by_row)]]
+    leaves = np.flatnonzero(order.is_leaf)
+    if order is not walk:
+        rows = walk.row[walk.is_leaf]
+        by_row = np.argsort(rows)
+        owner = owner[by_row[np.searchsorted(rows, order.row[leaves], sorter=by_row)]]
+    heads = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))  # first leaf of each run on one rank
+    start = np.append(0, leaves[:-1] + 1)[heads]  # the segment after the leaf before
+    stop = leaves[np.append(heads[1:], len(leaves)) - 1] + 1
+    parts: list[list[IntArray]] = [[] for _ in range(world_size)]
+    for rank, path, first, end in zip(owner[heads].tolist(), order.segments_above(start), start, stop, strict=True):
+        parts[rank] += [path, np.arange(first, end)]
     taken = np.zeros(order.num_segments, bool)
     walks = []
-    for number in range(world_size):
-        part = order.select(rank_of_segment == number, ~taken)
-        walks.append(part)
-        taken |= np.isin(order.row, part.row, assume_unique=True)
+    for runs in parts:
+        segments = sorted_unique(np.concatenate(runs)) if runs else np.zeros(0, np.int64)
+        walks.append(order.take(segments, ~taken))
+        taken[segments] = True
     return walks

@@ -1,23 +1,22 @@
 """Level 2: tries placements, cuts and orders together, keeps the best schedule within the limits (NumPy only)."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 
 from harts_hf.planner.config import PlannerConfig
+from harts_hf.planner.leaf_table import LeafTable
 from harts_hf.planner.orders import LimitError
-from harts_hf.planner.placement import LeafTable, place_runs, walks_of_owners
+from harts_hf.planner.placement import place_roots, place_runs, walks_of_owners
 from harts_hf.planner.schedule import Schedule
 from harts_hf.planner.trials import MANY_PIECES, Cuts, Task, build_schedule, cuts_to_try
 from harts_hf.planner.walk import Walk
 from harts_hf.tree import IntArray, RolloutTree
 
-# Placements may be this much slower than the fastest found, for fewer rows computed twice.
-SLACKS = (0.02, 0.05, 0.08, 0.12)
+# With sharing="always", plans of this much more rows than the fewest count as equal.
 SAME_ROWS = 0.005
-# Up to this many leaves times ranks, leaves are moved one by one and exchanged in pairs.
+# Up to this many units times ranks, units are moved one by one and exchanged in pairs.
 FEW_MOVES = 32
 MAX_MOVES = 60
 
@@ -25,8 +24,8 @@ MAX_MOVES = 60
 def best_schedule(tree: RolloutTree, config: PlannerConfig) -> Schedule:
     """The best schedule found for a forest as it stands.
 
-    With ``sharing="always"`` the fewest forward rows win among schedules at most ``SLACKS[-1]`` slower than the
-    fastest; otherwise the fastest wins.
+    With ``sharing="always"`` trees stay whole on one rank each and the fewest forward rows win; otherwise the fastest
+    schedule wins.
 
     Raises:
         LimitError: limits under which no schedule was found; the message names the smallest that would work.
@@ -48,7 +47,7 @@ def best_schedule(tree: RolloutTree, config: PlannerConfig) -> Schedule:
             break
     if not found:
         raise _no_schedule(config, failures)
-    if owners and len(owners[0]) * config.world_size <= FEW_MOVES:
+    if owners and int(_units(task, walk)[-1] + 1) * config.world_size <= FEW_MOVES:
         found += [_improved(task, walk, owner, found) for owner in owners[:1]]
     return _choose(config, found)
 
@@ -62,10 +61,8 @@ def _best_first(config: PlannerConfig, costs: Sequence[tuple[float, int]]) -> li
     """Indices of ``(seconds, rows)`` in the order of preference."""
     preferred = list(range(len(costs)))
     if config.sharing == "always":
-        fastest = min(seconds for seconds, _ in costs)
-        near = [i for i, (seconds, _) in enumerate(costs) if seconds <= fastest * (1 + SLACKS[-1]) + 1e-12]
-        fewest = min(costs[i][1] for i in near)
-        preferred = [i for i in near if costs[i][1] <= fewest * (1 + SAME_ROWS)]
+        fewest = min(rows for _, rows in costs)
+        preferred = [i for i, (_, rows) in enumerate(costs) if rows <= fewest * (1 + SAME_ROWS)]
     return sorted(range(len(costs)), key=lambda i: (i not in preferred, *costs[i]))
 
 
@@ -73,18 +70,28 @@ Trial = tuple[float, list[Walk], Cuts]
 
 
 def _placements(task: Task, walk: Walk) -> list[IntArray]:
-    """Owners of the leaves, several to try; none on one rank."""
-    if task.config.world_size == 1:
+    """Owners of the leaves, the most promising first; none on one rank."""
+    config = task.config
+    if config.world_size == 1:
         return []
-    # Rows pay their share of a full microbatch here, so that ranks of many cheap rows do not need more microbatches.
-    share = (task.seconds_per.microbatches + task.seconds_per.calls) / task.max_rows
-    seconds_per = replace(task.seconds_per, rows=task.seconds_per.rows + share)
-    leaves = LeafTable.build(walk, chunk_size=task.config.chunk_size, seconds_per=seconds_per)
+    leaves = LeafTable.build(
+        walk, chunk_size=config.chunk_size, step_parts=task.step_parts, world_size=config.world_size
+    )
+    if config.sharing == "always":
+        return [place_roots(leaves, config.world_size)]
+    slot_seconds = task.seconds_per.microbatches + task.seconds_per.calls
     found: list[IntArray] = []
-    for owner in place_runs(leaves, task.config.world_size, SLACKS):
+    placed = place_runs(leaves, config.world_size, max_rows=task.max_rows, slot_seconds=slot_seconds)
+    for owner in placed if walk.num_rows <= MANY_PIECES * task.max_rows else placed[:1]:
         if not any(np.array_equal(owner, other) for other in found):
             found.append(owner)
     return found
+
+
+def _units(task: Task, walk: Walk) -> IntArray:
+    """``[L]`` number of the unit that each leaf is placed with: itself, or with ``sharing="always"`` its tree."""
+    roots = walk.root[walk.is_leaf]
+    return roots if task.config.sharing == "always" else np.arange(len(roots))
 
 
 def _trials(task: Task, walk: Walk, owners: Sequence[IntArray]) -> Iterator[Trial]:
@@ -100,19 +107,20 @@ def _trials(task: Task, walk: Walk, owners: Sequence[IntArray]) -> Iterator[Tria
 
 
 def _improved(task: Task, walk: Walk, owner: IntArray, found: Sequence[Schedule]) -> Schedule:
-    """Moves single leaves to other ranks, and exchanges pairs of leaves, as long as the estimate falls."""
+    """Moves single units to other ranks, and exchanges pairs of them, as long as the estimate falls."""
 
     best = min(found, key=lambda schedule: schedule.estimated_seconds)
+    units = _units(task, walk)
     bound = np.inf
     current = best
     tried: set[tuple[int, ...]] = set()
-    queue = [owner]
+    queue = [owner[np.flatnonzero(np.append(True, np.diff(units) > 0))]]
     while queue and len(tried) < MAX_MOVES:
         changed = queue.pop(0)
         if tuple(changed.tolist()) in tried:
             continue
         tried.add(tuple(changed.tolist()))
-        other = _fastest(task, walks_of_owners(walk, walk, changed, task.config.world_size), bound)
+        other = _fastest(task, walks_of_owners(walk, walk, changed[units], task.config.world_size), bound)
         if other is not None and (bound == np.inf or other.estimated_seconds < bound * (1 - 1e-9)):
             current, bound = other, other.estimated_seconds
             queue = list(_neighbours(changed, task.config.world_size))
@@ -133,11 +141,11 @@ def _fastest(task: Task, walks: list[Walk], bound: float) -> Schedule | None:
 
 
 def _neighbours(owner: IntArray, world_size: int) -> Iterator[IntArray]:
-    for leaf in range(len(owner)):
+    for unit in range(len(owner)):
         for rank in range(world_size):
-            if rank != owner[leaf]:
+            if rank != owner[unit]:
                 changed = owner.copy()
-                changed[leaf] = rank
+                changed[unit] = rank
                 yield changed
     for first, second in combinations(range(len(owner)), 2):
         if owner[first] != owner[second]:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from harts_hf.planner.accounting import Accounts, ChunkEnds
+from harts_hf.planner.assembly import assemble
 from harts_hf.planner.config import Execution, PlannerConfig
 from harts_hf.planner.cost import DEFAULT_COST, CostModel, UnitSeconds
-from harts_hf.planner.cuts import Piece, PieceLimits, assemble, cut_evenly, cut_greedily, cut_whole_paths
+from harts_hf.planner.cuts import Piece, PieceLimits, cut_evenly, cut_greedily, cut_whole_paths
 from harts_hf.planner.execution import Op, interleave
 from harts_hf.planner.memory import graph_tokens, handed_bytes
 from harts_hf.planner.microbatch import Microbatch
@@ -17,7 +18,8 @@ from harts_hf.planner.schedule import Schedule
 from harts_hf.planner.walk import CutTable, Walk
 from harts_hf.tree import RolloutTree
 
-EXTRA_PIECES = 3
+# Numbers of pieces per rank that are tried, from the fewest; half as many in a large window.
+EXTRA_PIECES = 4
 FEW_PIECES = 16
 # Above this many microbatches the trials are ranked by rough estimates and only the best is built.
 MANY_PIECES = 48
@@ -33,6 +35,7 @@ class Task:
     cost: CostModel
     execution: Execution
     seconds_per: UnitSeconds
+    step_parts: tuple[UnitSeconds, UnitSeconds]
     ends: ChunkEnds
 
     @classmethod
@@ -46,6 +49,7 @@ class Task:
             cost=cost,
             execution=execution,
             seconds_per=cost.step(forwards=2 if execution == "replay" else 1),
+            step_parts=cost.step_parts(forwards=2 if execution == "replay" else 1),
             ends=ChunkEnds(tree, config.chunk_size),
         )
 
@@ -108,7 +112,8 @@ def _evened(
     fewest = max(map(len, greedy))
     longest = max(float(table.seconds[-1]) for table in tables)
     found = []
-    for count in range(fewest, fewest + EXTRA_PIECES):
+    extra = EXTRA_PIECES // 2 if fewest * len(tables) > MANY_PIECES else EXTRA_PIECES
+    for count in range(fewest, fewest + extra):
         if longest + count * (task.seconds_per.microbatches + task.seconds_per.calls) >= bound:
             break
         even = cut_evenly(tables, limits, count, chunk_size=task.config.chunk_size, seconds_per=task.seconds_per)
@@ -152,10 +157,11 @@ def build_schedule(task: Task, walks: Sequence[Walk], cuts: Cuts) -> Schedule:
     by_rank: list[list[Microbatch]] = [[] for _ in walks]
     for microbatch in microbatches:
         by_rank[microbatch.rank].append(microbatch)
+    handed = {} if config.max_handoff_bytes is None else accounts.handed
     rank_ops, failures = [], []
     for own in by_rank:
         try:
-            ops = order_ops(own, microbatches, accounts.handed, execution=task.execution, config=config)
+            ops = order_ops(own, microbatches, handed, execution=task.execution, config=config)
             rank_ops.append(tuple(ops))
         except LimitError as error:
             failures.append(error)

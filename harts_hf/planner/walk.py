@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from harts_hf.planner.chunks import SegmentChunks
 from harts_hf.planner.cost import UnitSeconds, causal_pairs
-from harts_hf.planner.spans import merge_spans
 from harts_hf.tree import IntArray, RolloutTree
 
 FloatArray = NDArray[np.float64]
@@ -95,26 +94,14 @@ class Walk:
         key = np.where(self.parent < 0, np.arange(self.num_segments), height if deepest == "last" else -height)
         return self._in_order(_depth_first(self.parent.tolist(), np.argsort(key, kind="stable").tolist()))
 
-    def select(self, leaves: NDArray[np.bool_], owned: NDArray[np.bool_]) -> "Walk":
-        """The paths to some leaves, in the same order.
+    def take(self, segments: IntArray, owned: NDArray[np.bool_]) -> "Walk":
+        """Some segments, closed under parents, in the same order.
 
         Args:
-            leaves: ``[S]`` bool, which leaf segments; other entries are not read.
+            segments: ``[k]`` their numbers, ascending.
             owned: ``[S]`` bool, which segments the selection owns.
         """
-        before = np.append(0, np.cumsum(leaves & self.is_leaf))
-        return self._in_order(np.flatnonzero(before[self._stop] > before[:-1]), owned=owned)
-
-    @cached_property
-    def _stop(self) -> IntArray:
-        """``[S]`` exclusive end of the segments at or below each."""
-        stop = list(range(1, self.num_segments + 1))
-        parent = self.parent.tolist()
-        for segment in range(self.num_segments - 1, -1, -1):
-            above = parent[segment]
-            if above >= 0 and stop[above] < stop[segment]:
-                stop[above] = stop[segment]
-        return np.array(stop, np.int64)
+        return self._in_order(segments, owned=owned)
 
     def _in_order(self, order: IntArray, owned: NDArray[np.bool_] | None = None) -> "Walk":
         number = np.full(self.num_segments + 1, -1, np.int64)
@@ -127,20 +114,6 @@ class Walk:
             owned=(self.owned if owned is None else owned)[order],
         )
 
-    def segment_of(self, position: int) -> int:
-        """The segment that holds the row at ``position``."""
-        return int(np.searchsorted(self.position, position, side="right")) - 1
-
-    def spans(self, start: int, stop: int, *, owned: bool = False) -> IntArray:
-        """``[k, 2]`` rows of the tree at the positions ``[start, stop)``, all or the owned ones, as spans."""
-        first, last = self.segment_of(start), self.segment_of(stop - 1)
-        begin = self.row[first : last + 1].copy()
-        end = begin + self.length[first : last + 1]
-        begin[0] += start - self.position[first]
-        end[-1] -= self.position[last + 1] - stop
-        spans = np.stack([begin, end], axis=1)
-        return merge_spans(spans[self.owned[first : last + 1]] if owned else spans)
-
     @cached_property
     def level(self) -> IntArray:
         """``[S]`` number of segments above each segment."""
@@ -148,6 +121,18 @@ class Walk:
         for above in self.parent.tolist():
             level.append(level[above] + 1 if above >= 0 else 0)
         return np.array(level, np.int64)
+
+    def segments_above(self, segments: IntArray) -> Iterator[IntArray]:
+        """For ascending segments the ancestors of each, the outermost first.
+
+        Complexity: NumPy work over the segments of the walk and of all answers.
+        """
+        path = np.zeros(int(self.level.max(initial=-1)) + 1, np.int64)  # the open segment of each level
+        filled = 0
+        for segment in segments.tolist():
+            path[self.level[filled : segment + 1]] = np.arange(filled, segment + 1)
+            filled = segment + 1
+            yield path[: self.level[segment]].copy()
 
     def paths_above(self, starts: Sequence[int]) -> Iterator[IntArray]:
         """For ascending positions, those of the ancestors of the row at each.
@@ -157,16 +142,14 @@ class Walk:
 
         Complexity: NumPy work over the segments of the walk and of all paths.
         """
-        path = np.zeros(int(self.level.max(initial=-1)) + 1, np.int64)  # the open segment of each level
-        filled = 0
-        for start in starts:
-            segment = self.segment_of(start)
-            path[self.level[filled : segment + 1]] = np.arange(filled, segment + 1)
-            filled = segment + 1
-            above = path[: self.level[segment] + 1]
+        segments = np.searchsorted(self.position, starts, side="right") - 1
+        for start, segment, above in zip(starts, segments.tolist(), self.segments_above(segments), strict=True):
+            if self.position[segment] < start:
+                above = np.append(above, segment)
             runs = np.stack([self.position[above], self.position[above] + self.length[above]], axis=1)
-            runs[-1, 1] = start
-            yield runs if runs[-1, 0] < start else runs[:-1]
+            if self.position[segment] < start:
+                runs[-1, 1] = start
+            yield runs
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -6,8 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from harts_hf.rollouts.collector import TreeRolloutCollector as TreeRolloutCollector
     from harts_hf.rollouts.collector import environment_reward as environment_reward
+    from harts_hf.rollouts.environment import ChatEnvironment as ChatEnvironment
     from harts_hf.rollouts.environment import Environment as Environment
     from harts_hf.rollouts.environment import StepResult as StepResult
+    from harts_hf.rollouts.environments.failures import EpisodesFailedError as EpisodesFailedError
+    from harts_hf.rollouts.environments.gym import GymTextEnvironment as GymTextEnvironment
+    from harts_hf.rollouts.environments.replay import ReplayedEnvironment as ReplayedEnvironment
+    from harts_hf.rollouts.environments.tools import ToolEnvironment as ToolEnvironment
     from harts_hf.rollouts.forks import ForkPolicy as ForkPolicy
     from harts_hf.rollouts.forks import NoForks as NoForks
     from harts_hf.rollouts.forks import TurnForks as TurnForks
@@ -21,12 +26,17 @@ if TYPE_CHECKING:
 # Names are resolved on first use: readers of rollout files need no torch, and only agents need the extra `agents`.
 _HOMES = {
     "BudgetForks": "growing_forks",
+    "ChatEnvironment": "environment",
     "EntropyForks": "growing_forks",
     "Environment": "environment",
+    "EpisodesFailedError": "environments.failures",
     "ForkPolicy": "forks",
+    "GymTextEnvironment": "environments.gym",
     "NoForks": "forks",
     "RecordedRollouts": "recorded_rollouts",
+    "ReplayedEnvironment": "environments.replay",
     "StepResult": "environment",
+    "ToolEnvironment": "environments.tools",
     "TreeRolloutCollector": "collector",
     "TurnForks": "forks",
     "environment_reward": "collector",

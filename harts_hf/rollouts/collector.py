@@ -1,16 +1,24 @@
 """The collector: a TRL ``rollout_func`` that samples trees."""
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from harts_hf.rollouts.calls import Calls
+from harts_hf.rollouts.contract import finite
 from harts_hf.rollouts.engines.opening import open_engine
-from harts_hf.rollouts.environment import EnvironmentFactory
+from harts_hf.rollouts.environment import Environment, EnvironmentFactory
+from harts_hf.rollouts.environments.report import FailureReport
+from harts_hf.rollouts.environments.texts import LongObservations, ObservationLimit
+from harts_hf.rollouts.environments.workers import Workers
+from harts_hf.rollouts.environments.writers import AnyWriter
 from harts_hf.rollouts.forks import ForkPolicy, NoForks, TurnForks, check_policy
 from harts_hf.rollouts.salvage import place_of_failures, rollout_row, saved_on_failure
 from harts_hf.rollouts.sampled import SampledRollout
-from harts_hf.rollouts.sampler import TreeSampler, TurnLimits
+from harts_hf.rollouts.sampler import TreeSampler
+from harts_hf.rollouts.turn_limits import TurnLimits
 
 
 class TreeRolloutCollector:
@@ -33,15 +41,31 @@ class TreeRolloutCollector:
         fork_policy: where conversations fork, instead of ``branching``.
         max_turns: most turns of a conversation.
         max_turn_tokens: most tokens of a turn. A turn ends there or at one of the trainer's EOS tokens.
+        chat: whether the tokenizer's chat template writes the conversation, each text of the environment being a
+            user's message. Without it texts are shown as they are, marks and all. Environments whose turns are
+            messages (:class:`~harts_hf.rollouts.ChatEnvironment`) are written by the template anyway.
+        environment_timeout: seconds that a call of an environment may take. Calls then happen in another thread, and
+            one that hangs is left to itself. None: no limit, and calls happen in the trainer's thread.
+        environment_workers: calls at a time. More than one helps where environments wait (for a server, a tool); they
+            are then called by several threads, each by one at a time.
+        failed_reward: the reward of episodes whose environment failed. By default they have none: they are left out of
+            the training and of their group's statistics, whatever was sampled.
+        max_observation_characters: of an observation, before it is tokenised; by default only the room that a
+            conversation has left counts, and one without room for its next observation is over.
+        long_observations: what becomes of longer ones: ``"cut"`` (the default) keeps the beginning and the end, and a
+            line between them says what is missing; ``"fail"`` makes them failures.
 
     Attributes:
-        last_rollouts: the rollouts of the latest call, for plots and logs; empty before the first.
+        last_rollouts: the rollouts of the latest call that sampled something, for plots and logs.
         last_sampling_tokens: tokens that the policy has read or sampled for them, those of kept states once.
+        last_metrics: what was logged of the latest call.
 
     Raises:
         ValueError: neither or both of ``branching`` and ``fork_policy``; limits below 1; a policy that does not work
-            with them.
+            with them; options out of range.
     """
+
+    uses_engine = True  # turns are sampled one by one, by the engine that the trainer's arguments name
 
     def __init__(
         self,
@@ -52,15 +76,29 @@ class TreeRolloutCollector:
         fork_policy: ForkPolicy | None = None,
         max_turns: int,
         max_turn_tokens: int,
+        chat: bool = False,
+        environment_timeout: float | None = None,
+        environment_workers: int = 1,
+        failed_reward: float | None = None,
+        max_observation_characters: int | None = None,
+        long_observations: LongObservations = "cut",
     ) -> None:
         self._environment = environment
         self._policy = _fork_policy(branching, fork_turns, fork_policy)
         self._max_turns = max_turns
         self._max_turn_tokens = max_turn_tokens
+        self._chat = chat
+        self._timeout, self._num_workers = environment_timeout, environment_workers
+        self._failed_reward = None if failed_reward is None else finite(failed_reward, "failed_reward")
+        self._observations = ObservationLimit(max_characters=max_observation_characters, long=long_observations)
+        self._known_writer: tuple[Any, AnyWriter] | None = None  # of the tokenizer
         self._calls = Calls()
+        self._report = FailureReport()
         self.last_rollouts: list[SampledRollout] = []
         self.last_sampling_tokens = 0
-        # Raises now, not at the first step.
+        self.last_metrics: dict[str, float] = {}
+        # Raise now, not at the first step.
+        self._workers(lambda: None)
         self._limits(1)
         self._policy.check(max_turns=max_turns)
 
@@ -82,37 +120,71 @@ class TreeRolloutCollector:
         Returns:
             ``len(prompts)`` rows in the order of the prompts: ``prompt_ids``, ``completion_ids``, ``logprobs``,
             ``env_mask`` (lists of lists, see :class:`SampledRollout`), and for reward functions ``environment_reward``
-            (floats), ``tree`` and ``num_turns`` (ints).
+            (floats or None), ``environment_failed`` (bools), ``tree`` and ``num_turns`` (ints); of TRL's environments
+            also ``environments``, as they stood at the end (None where they failed). An episode without a reward
+            because its environment failed has no token in its mask.
 
         Raises:
-            ValueError: prompts that are not whole groups; settings that the policy, the environment or the engine
+            ValueError: prompts that are not whole groups; settings that the policy, the tokenizer or the engine
                 cannot work with.
+            EpisodesFailedError: the environment of every episode failed; see :class:`FailureReport`.
             EngineError: the engine could not sample.
 
         Whatever is raised, the conversations that were over by then are written to ``salvaged`` in the trainer's
         output folder, as a rollout file that the exception names.
         """
         policy, num_episodes = self._episodes(trainer)
-        roots = _group_prompts(prompts, num_episodes)
+        rows = _group_rows(prompts, num_episodes, getattr(trainer, "rollout_inputs", ()))
         limits = self._limits(trainer.args.max_completion_length)
-        *seeds, sampling_seed = self._seeds(trainer, len(roots) + 1)
-        with open_engine(trainer, seed=sampling_seed) as engine:
+        *seeds, sampling_seed = self._seeds(trainer, len(rows) + 1)
+        writer = self._writer(trainer)
+        num_cut = writer.num_cut
+        with open_engine(trainer, seed=sampling_seed) as engine, self._workers(engine.wake) as workers:
             read_before = engine.num_read_tokens
-            environments = [self._environment() for _ in roots]
-            begins = zip(environments, roots, seeds, strict=True)
-            texts = [environment.reset(prompt, seed=seed) for environment, prompt, seed in begins]
             sampler = TreeSampler(
                 engine=engine,
-                tokenizer=getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
+                writer=writer,
+                workers=workers,
                 policy=policy,
                 limits=limits,
                 num_episodes=num_episodes,
                 seed=sampling_seed,
+                failed_reward=self._failed_reward,
             )
+            begin = [partial(self._begin, row, seed) for row, seed in zip(rows, seeds, strict=True)]
             with saved_on_failure(lambda: _file_rows(sampler.rollouts()), *place_of_failures(trainer)):
-                self.last_rollouts = sampler.sample(environments, texts)
+                try:
+                    rollouts = sampler.sample(begin)
+                finally:
+                    sampler.close()
+            self.last_rollouts = [rollout for rollout in rollouts if rollout.completion_ids]
             self.last_sampling_tokens = engine.num_read_tokens - read_before
-        return _rows(self.last_rollouts)
+        counts = {"cut_observations": writer.num_cut - num_cut, "out_of_room": sampler.num_out_of_room}
+        self.last_metrics = self._report.of(rollouts, trainer, counts=counts)
+        return _rows(rollouts, stand_in=trainer.eos_token_ids[0])
+
+    def _begin(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, Any]:
+        environment = self._environment()
+        return environment, environment.begin(row, seed=seed)
+
+    def _workers(self, on_done: Any) -> Workers:
+        return Workers(timeout=self._timeout, count=self._num_workers, on_done=on_done)
+
+    def _writer(self, trainer: Any) -> AnyWriter:
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        # The template is checked once.
+        if self._known_writer is None or self._known_writer[0] is not tokenizer:
+            self._known_writer = (
+                tokenizer,
+                AnyWriter(
+                    tokenizer,
+                    chat=self._chat,
+                    end_ids=trainer.eos_token_ids,
+                    template_kwargs=trainer.args.chat_template_kwargs,
+                    limit=self._observations,
+                ),
+            )
+        return self._known_writer[1]
 
     def _episodes(self, trainer: Any) -> tuple[ForkPolicy, int]:
         if not trainer.model.training:  # evaluation: independent conversations, however many there are
@@ -134,8 +206,8 @@ class TreeRolloutCollector:
         return np.random.SeedSequence(entropy).generate_state(count, np.uint32).tolist()
 
 
-def environment_reward(*, environment_reward: list[float], **_: Any) -> list[float]:
-    """The reward function for the collector's rollouts: what the environment said."""
+def environment_reward(*, environment_reward: list[float | None], **_: Any) -> list[float | None]:
+    """The reward function for the collector's rollouts: what the environment said; None where it failed."""
     return environment_reward
 
 
@@ -154,29 +226,40 @@ def _fork_policy(
     return policy
 
 
-def _group_prompts(prompts: list[Any], group_size: int) -> list[Any]:
+def _group_rows(prompts: list[Any], group_size: int, inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The first dataset row of each group; of a trainer that does not say more than prompts, the prompt alone."""
     if not prompts or len(prompts) % group_size:
         raise ValueError(f"expected whole groups of {group_size} prompts on each process, got {len(prompts)} prompts")
-    roots = prompts[::group_size]
     for index, prompt in enumerate(prompts):
-        if prompt != roots[index // group_size]:
-            first = index - index % group_size
+        first = index - index % group_size
+        if prompt != prompts[first]:
             raise ValueError(
                 f"expected prompt {index} to repeat prompt {first} (groups of {group_size}); is a group split over "
                 "processes?"
             )
-    return roots
+    firsts = range(0, len(prompts), group_size)
+    # Somebody may call the collector with other prompts than the trainer's.
+    is_known = len(inputs) == len(prompts) and all(inputs[at].get("prompt") == prompts[at] for at in firsts)
+    return [{**(inputs[at] if is_known else {}), "prompt": prompts[at]} for at in firsts]
 
 
-def _rows(rollouts: list[SampledRollout]) -> dict[str, Any]:
+def _rows(rollouts: list[SampledRollout], *, stand_in: int) -> dict[str, Any]:
+    """``stand_in``: the token of a row whose environment failed before it said anything."""
+    left_out = [rollout.failure is not None and rollout.reward is None for rollout in rollouts]
+    ends = [None if rollout.environment is None else rollout.environment.for_rewards() for rollout in rollouts]
     return {
-        "prompt_ids": [rollout.prompt_ids for rollout in rollouts],
-        "completion_ids": [rollout.completion_ids for rollout in rollouts],
-        "logprobs": [rollout.logprobs for rollout in rollouts],
-        "env_mask": [rollout.env_mask for rollout in rollouts],
+        "prompt_ids": [rollout.prompt_ids or [stand_in] for rollout in rollouts],
+        "completion_ids": [rollout.completion_ids or [stand_in] for rollout in rollouts],
+        "logprobs": [rollout.logprobs or [0.0] for rollout in rollouts],
+        "env_mask": [
+            [0] * (len(rollout.env_mask) or 1) if is_left_out else rollout.env_mask
+            for rollout, is_left_out in zip(rollouts, left_out, strict=True)
+        ],
         "environment_reward": [rollout.reward for rollout in rollouts],
+        "environment_failed": [rollout.failure is not None for rollout in rollouts],
         "tree": [rollout.tree for rollout in rollouts],
         "num_turns": [rollout.num_turns for rollout in rollouts],
+        **({"environments": ends} if any(end is not None for end in ends) else {}),
     }
 
 
@@ -191,4 +274,5 @@ def _file_rows(rollouts: list[SampledRollout]) -> list[dict[str, Any]]:
             reward=rollout.reward,
         )
         for rollout in rollouts
+        if rollout.completion_ids
     ]

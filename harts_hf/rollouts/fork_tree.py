@@ -6,6 +6,7 @@ from typing import Optional
 
 from harts_hf.rollouts.engines.engine import SampledTurn
 from harts_hf.rollouts.environment import Environment
+from harts_hf.rollouts.environments.failures import EpisodeFailure
 
 
 @dataclass(eq=False, kw_only=True)
@@ -23,7 +24,9 @@ class Place:
         environment: as things stand here; None where nothing will be sampled from here any more.
         children: the places that turns sampled from here lead to, by branch.
         over: whether the conversation is over.
-        reward: the environment's, if it is over.
+        reward: the environment's, if it is over; None where it has none.
+        failure: why the episode could not go on, if that is why it is over.
+        ended: the environment of a conversation that is over and did not fail.
     """
 
     turn: int
@@ -35,7 +38,9 @@ class Place:
     environment: Environment | None = None
     children: list["Place"] = field(default_factory=list)
     over: bool = False
-    reward: float = 0.0
+    reward: float | None = None
+    failure: EpisodeFailure | None = None
+    ended: Environment | None = None
 
     def way(self) -> list["Place"]:
         """The places from the prompt to this one, both included."""

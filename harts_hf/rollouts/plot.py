@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from harts_hf.planner import Schedule
+from harts_hf.planner import Schedule, count_world
+from harts_hf.planner.text import counted
 from harts_hf.tree import RolloutTree
 
 FloatArray = NDArray[np.float64]
@@ -132,6 +134,8 @@ def _draw_rewards(axes: Axes, tree: RolloutTree, rewards: Sequence[float | None]
 OP_COLOURS = {"S": "#edae49", "F": "#30638e", "B": "#d1495b"}
 OP_NAMES = {"S": "S: forward without graph", "F": "F: forward", "B": "B: backward"}
 DUMMY_COLOUR = "0.85"
+# Above this many, ranks are drawn as lines of cells.
+MANY_RANKS = 16
 
 
 def plot_plan(
@@ -139,7 +143,7 @@ def plot_plan(
 ) -> None:
     """Draws one group's tree and, below it, the schedule of all groups to ``path``."""
     lines = min(40, max(6, _num_lines(tree)))
-    height = 1.2 + 0.16 * lines, 1.2 + 0.7 * schedule.config.world_size
+    height = 1.2 + 0.16 * lines, 1.2 + min(0.7 * schedule.config.world_size, 0.7 * MANY_RANKS)
     figure = Figure(figsize=(11, sum(height)), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=height)
     heights = draw_segments(above, tree)
@@ -151,12 +155,34 @@ def plot_plan(
 
 
 def draw_schedule(axes: Axes, schedule: Schedule) -> None:
-    """Draws ops of every rank over estimated time (lockstep), and a bracket over each trunk's open time."""
-    ranks = range(schedule.config.world_size)
-    aligned = [schedule.ops(rank) for rank in ranks]
-    slots = [max(schedule.op_seconds(op) for op in ops) for ops in zip(*aligned, strict=True)]
-    begins = np.concatenate([[0.0], np.cumsum(slots)])
-    for rank, ops in zip(ranks, aligned, strict=True):
+    """Draws ops of every rank over estimated time (lockstep).
+
+    Up to ``MANY_RANKS`` ranks each has bars, and a bracket over each trunk's open time; above, each is a line of
+    cells, paler where the rank waits for slower ones.
+    """
+    world_size = schedule.config.world_size
+    begins = np.concatenate([[0.0], np.cumsum(schedule.slot_seconds.max(axis=0))])
+    if world_size > MANY_RANKS:
+        _draw_cells(axes, schedule, begins)
+    else:
+        _draw_bars(axes, schedule, begins)
+        axes.set_yticks(range(world_size), [f"rank {rank}" for rank in range(world_size)])
+    for kind, colour in OP_COLOURS.items():
+        axes.broken_barh([], (0, 1), facecolors=colour, label=OP_NAMES[kind])
+    axes.broken_barh([], (0, 1), facecolors=DUMMY_COLOUR, label="dummy")
+    axes.set_ylim(world_size - 0.5, -0.6)
+    axes.set_xlim(0, float(begins[-1]) or 1.0)
+    axes.set_xlabel("estimated seconds" + ("" if world_size > MANY_RANKS else "; brackets: a trunk's states are kept"))
+    balance = f", balance {count_world(schedule).balance:.2f}" if world_size > 1 else ""
+    microbatches = counted(len(schedule.microbatches), "microbatch", "microbatches")
+    title = f"{microbatches} on {counted(world_size, 'rank')}, {schedule.execution}{balance}"
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize=8, frameon=False)
+
+
+def _draw_bars(axes: Axes, schedule: Schedule, begins: FloatArray) -> None:
+    for rank in range(schedule.config.world_size):
+        ops = schedule.ops(rank)
         for kind in "SFB":
             for dummy in (False, True):
                 bars = [
@@ -172,11 +198,15 @@ def draw_schedule(axes: Axes, schedule: Schedule) -> None:
             height = rank - 0.3 - 0.15 * (level % 8) / 8
             left, right = begins[own[first]], begins[own[last] + 1]
             axes.plot([left, left, right, right], [height + 0.02, height, height, height + 0.02], "k-", linewidth=0.5)
-    for kind, colour in OP_COLOURS.items():
-        axes.broken_barh([], (0, 1), facecolors=colour, label=OP_NAMES[kind])
-    axes.set_ylim(schedule.config.world_size - 0.5, -0.6)
-    axes.set_xlim(0, float(begins[-1]) or 1.0)
-    axes.set_yticks(list(ranks), [f"rank {rank}" for rank in ranks])
-    axes.set_xlabel("estimated seconds; brackets: a trunk's states are kept")
-    axes.set_title(f"{len(schedule.microbatches)} microbatches, {schedule.execution}", fontsize=10, loc="left")
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, fontsize=8, frameon=False)
+
+
+def _draw_cells(axes: Axes, schedule: Schedule, begins: FloatArray) -> None:
+    """A cell per rank and op: the colour of its kind, mixed with white by the part of the slot that the rank waits."""
+    seconds = schedule.slot_seconds
+    busy = seconds / np.maximum(seconds.max(axis=0), 1e-30)
+    colours = np.array([to_rgb(OP_COLOURS[kind]) for kind, _ in schedule.ops(0)]).reshape(-1, 3)
+    cells = 1 - busy[:, :, None] * (1 - colours)
+    ranks = range(schedule.config.world_size)
+    cells[np.array([[index < 0 for _, index in schedule.ops(rank)] for rank in ranks])] = to_rgb(DUMMY_COLOUR)
+    axes.pcolormesh(begins, np.arange(len(ranks) + 1) - 0.5, cells, rasterized=True)
+    axes.set_ylabel("rank")

@@ -1,7 +1,9 @@
 """What was sampled: whole conversations, the leaves of trees."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from harts_hf.rollouts.environment import Environment
+from harts_hf.rollouts.environments.failures import EpisodeFailure
 from harts_hf.rollouts.fork_tree import ForkTree, Place
 
 
@@ -10,26 +12,30 @@ class SampledRollout:
     """One leaf of a tree: a whole conversation.
 
     Attributes:
-        prompt_ids: ``[P]`` token ids that the policy read first.
-        completion_ids: ``[C]`` token ids after them, C at least 1.
+        prompt_ids: ``[P]`` token ids that the policy read first; none if its environment failed before.
+        completion_ids: ``[C]`` token ids after them, C at least 1 except for such a failure.
         logprobs: ``[C]`` log-prob of each sampled token (see :class:`SampledTurn`), 0.0 at the environment's tokens.
         env_mask: ``[C]`` 1 at the policy's tokens, 0 at the environment's.
-        reward: the environment's reward.
+        reward: the environment's reward; None where it has none.
         num_turns: turns begun.
         tree: index of the tree (the prompt group) that it is a leaf of.
         path: the branch taken at each history that was continued more than once; equal for rollouts that are copies.
         fork_turns: as many; the turn that each of those branches begins with, 0 the first.
+        failure: why the environment could not go on, or None.
+        environment: as it stood at the end; None for a failure.
     """
 
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
     env_mask: list[int]
-    reward: float
+    reward: float | None
     num_turns: int
     tree: int
     path: tuple[int, ...]
     fork_turns: tuple[int, ...]
+    failure: EpisodeFailure | None = field(default=None, compare=False)
+    environment: Environment | None = field(default=None, compare=False, repr=False)
 
 
 def rollout_of(tree: ForkTree, end: Place) -> SampledRollout:
@@ -54,4 +60,6 @@ def rollout_of(tree: ForkTree, end: Place) -> SampledRollout:
         tree=tree.index,
         path=tuple(place.branch for place in forked),
         fork_turns=tuple(place.turn - 1 for place in forked),
+        failure=end.failure,
+        environment=end.ended,
     )

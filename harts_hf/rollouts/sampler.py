@@ -4,46 +4,25 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from harts_hf.rollouts.contract import check_text, fork_environment, play_turn, read_reward
+from harts_hf.rollouts.contract import play_turn, read_reward
 from harts_hf.rollouts.engines.engine import Engine, SampledTurn, TurnRequest
-from harts_hf.rollouts.environment import Environment
+from harts_hf.rollouts.environment import Environment, StepResult
+from harts_hf.rollouts.environments.failures import EpisodeFailure
+from harts_hf.rollouts.environments.forking import LostEnvironment, fork_guarded
+from harts_hf.rollouts.environments.texts import Writer
+from harts_hf.rollouts.environments.workers import Workers
 from harts_hf.rollouts.fork_tree import ForkTree, Place
 from harts_hf.rollouts.forks import ForkPolicy
 from harts_hf.rollouts.sampled import SampledRollout, rollout_of
+from harts_hf.rollouts.turn_limits import TurnLimits
 
-# No token of any vocabulary is longer, so a text of more than so many characters per token is not even encoded.
-_MAX_CHARACTERS_PER_TOKEN = 256
-# Short answers recur (of siblings, "error"), and a tokenizer's call costs more than their tokens do.
-_MAX_REMEMBERED_CHARACTERS = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnLimits:
-    """What a conversation may cost.
-
-    Attributes:
-        max_turns: a conversation is closed after so many turns, whatever the environment says.
-        max_turn_tokens: a turn ends at an end token, or after so many tokens.
-        max_completion_tokens: a conversation holds at most so many tokens after its prompt. Where an observation and
-            one more token do not fit, it is closed before the observation; a turn that is cut by this limit (not by
-            ``max_turn_tokens``) is not played. The engine's ``max_positions`` limit a conversation likewise.
-
-    Raises:
-        ValueError: numbers below 1.
-    """
-
-    max_turns: int
-    max_turn_tokens: int
-    max_completion_tokens: int
-
-    def __post_init__(self) -> None:
-        for name in ("max_turns", "max_turn_tokens", "max_completion_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
+# Makes an environment and begins its episode: the environment, and what it says first.
+Beginning = Callable[[], tuple[Environment, Any]]
+# What to do with what came of a call, or with its failure.
+Take = Callable[[Any], None]
 
 
 class TreeSampler:
@@ -52,65 +31,78 @@ class TreeSampler:
     What is sampled depends on the seed, the prompts, the environments and the policy, not on the order in which turns
     are finished: a turn's seed is made of its tree and its branches, and decisions wait for what they rest on.
 
+    What an environment raises, returns or does not return costs the conversation in which it does; in the beginning,
+    all conversations of the tree.
+
     Args:
         engine: samples the turns; open, and owned by the calling thread.
-        tokenizer: encodes what environments say (no special tokens added) and decodes turns for them.
+        writer: what environments say as token ids, and turns as they take them.
+        workers: call the environments.
         policy: where to fork.
         limits: of each conversation.
         num_episodes: leaves that each tree is to have.
         seed: of everything that is drawn.
+        failed_reward: the reward of conversations that failed after something was sampled.
+
+    Attributes:
+        num_out_of_room: conversations that were closed because the next observation did not fit.
     """
 
     def __init__(
         self,
         *,
         engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
+        writer: Writer,
+        workers: Workers,
         policy: ForkPolicy,
         limits: TurnLimits,
         num_episodes: int,
         seed: int,
+        failed_reward: float | None = None,
     ) -> None:
         self._engine = engine
-        self._tokenizer = tokenizer
+        self._writer = writer
+        self._workers = workers
         self._policy = policy
         self._limits = limits
         self._num_episodes = num_episodes
         self._seed = seed
-        self._encoded: dict[str, list[int]] = {}
+        self._failed_reward = failed_reward
         self._trees: list[ForkTree] = []
-        self._open: list[int] = []  # requests in flight, by tree
-        self._finished: deque[tuple[Future[list[SampledTurn]], Callable[[list[SampledTurn]], None]]] = deque()
+        self._open: list[int] = []  # requests and calls in flight, by tree
+        self._finished: deque[tuple[ForkTree, Future[Any], Take]] = deque()
+        self.num_out_of_room = 0
 
-    def sample(self, environments: Sequence[Environment], texts: Sequence[str]) -> list[SampledRollout]:
+    def sample(self, beginnings: Sequence[Beginning]) -> list[SampledRollout]:
         """Samples.
 
         Args:
-            environments: reset, one per tree.
-            texts: what each ``reset`` returned.
+            beginnings: one per tree.
 
         Returns:
-            ``len(environments) * num_episodes`` rollouts, tree by tree, the leaves of a tree in depth-first order.
+            ``len(beginnings) * num_episodes`` rollouts, tree by tree, the leaves of a tree in depth-first order.
 
         Raises:
-            ValueError: a prompt without any token or of too many; an environment that returns something else than its
-                contract says; a policy that does.
+            ValueError: a policy that returns something else than its contract says; a tokenizer that these
+                environments cannot be played with.
             EngineError: the engine could not sample.
         """
-        prompts = [
-            self._encode_prompt(text, environment, tree)
-            for tree, (environment, text) in enumerate(zip(environments, texts, strict=True))
-        ]
-        self._open = [0] * len(prompts)
-        for index, (ids, environment) in enumerate(zip(prompts, environments, strict=True)):
-            root = Place(turn=0, share=self._num_episodes, answer_ids=ids, environment=environment)
-            self._trees.append(ForkTree(index=index, root=root))
-            self._continue(self._trees[-1], root)
+        for index in range(len(beginnings)):
+            self._trees.append(ForkTree(index=index, root=Place(turn=0, share=self._num_episodes)))
+            self._open.append(0)
+        for tree, begin in zip(self._trees, beginnings, strict=True):
+            self._call(tree, begin, partial(self._begin, tree))
         while any(self._open):
-            self._engine.run(until=lambda: bool(self._finished))
+            self._engine.run(until=self._has_news)
             while self._finished:
-                future, take = self._finished.popleft()
-                take(future.result())
+                tree, future, take = self._finished.popleft()
+                error = future.exception()
+                if error is not None and not isinstance(error, EpisodeFailure):
+                    raise error
+                take(error or future.result())
+                self._open[tree.index] -= 1
+                if not self._open[tree.index]:
+                    self._grow(tree)
         return self.rollouts()
 
     def rollouts(self) -> list[SampledRollout]:
@@ -123,30 +115,39 @@ class TreeSampler:
             for rollout in (rollout_of(tree, end) for _ in range(end.share))
         ]
 
-    def _encode_prompt(self, text: str, environment: Environment, tree: int) -> list[int]:
-        name = type(environment).__name__
-        check_text(text, f"{name}.reset to return a text", f"tree {tree}")
-        positions = self._engine.max_positions
-        ids = self._encode(text, None if positions is None else positions - 1)
-        if ids is None:
-            raise ValueError(
-                f"expected {name}.reset to return fewer tokens than the {positions} positions of the model, got a "
-                f"text of {len(text):,} characters (tree {tree})"
-            )
-        if not ids:
-            raise ValueError(f"expected a prompt of at least one token, got {text!r} (tree {tree})")
-        return ids
+    def close(self) -> None:
+        """Closes the environments that somebody may still come back to."""
+        for tree in self._trees:
+            for place in tree.places():
+                self._close(place.environment)
+                place.environment = None
 
-    def _encode(self, text: str, limit: int | None) -> list[int] | None:
-        """Token ids of ``text``; None for more than ``limit``. A text that must have more is not encoded at all."""
-        if limit is not None and len(text) > limit * _MAX_CHARACTERS_PER_TOKEN:
-            return None
-        ids = self._encoded.get(text)
-        if ids is None:
-            ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-            if len(text) <= _MAX_REMEMBERED_CHARACTERS:
-                self._encoded[text] = ids
-        return list(ids) if limit is None or len(ids) <= limit else None
+    def _has_news(self) -> bool:
+        self._workers.expire()
+        return bool(self._finished)
+
+    def _await(self, tree: ForkTree, future: "Future[Any]", take: Take) -> None:
+        self._open[tree.index] += 1
+        # Called by whichever thread finishes the future; a deque may be appended to from any.
+        future.add_done_callback(lambda done: self._finished.append((tree, done, take)))
+
+    def _call(self, tree: ForkTree, call: Callable[[], Any], take: Take) -> None:
+        """Has an environment called; ``take`` gets what it returned, or the failure that came of it."""
+        self._await(tree, self._workers.submit(call), take)
+
+    def _begin(self, tree: ForkTree, begun: tuple[Environment, Any] | EpisodeFailure) -> None:
+        if isinstance(begun, EpisodeFailure):
+            self._fail(tree.root, begun)
+            return
+        tree.root.environment, said = begun
+        positions = self._engine.max_positions
+        try:
+            limit = None if positions is None else positions - 1  # and one token of the policy
+            tree.root.answer_ids = self._writer.prompt(said, tree.root.environment, limit=limit)
+        except EpisodeFailure as failure:
+            self._fail(tree.root, failure)
+        else:
+            self._continue(tree, tree.root)
 
     def _continue(self, tree: ForkTree, place: Place) -> None:
         """Asks for the next turns of a conversation that has just come to ``place``."""
@@ -169,14 +170,7 @@ class TreeSampler:
             count=len(shares),
             entropies=self._policy.entropies,
         )
-        future = self._engine.submit(request)
-        self._open[tree.index] += 1
-
-        def take(turns: list[SampledTurn]) -> None:
-            self._take(tree, place, shares, turns, first_branch)
-
-        # Called by whichever thread finishes the future; a deque may be appended to from any.
-        future.add_done_callback(lambda done: self._finished.append((done, take)))
+        self._await(tree, self._engine.submit(request), partial(self._fork, tree, place, shares, first_branch))
 
     def _room(self, tree: ForkTree, length: int) -> int:
         """Tokens that fit after a history of ``length`` tokens."""
@@ -184,49 +178,109 @@ class TreeSampler:
         positions = self._engine.max_positions
         return room if positions is None else min(room, positions - length)
 
-    def _take(
-        self, tree: ForkTree, place: Place, shares: Sequence[int], turns: list[SampledTurn], first_branch: int
+    def _fork(
+        self, tree: ForkTree, place: Place, shares: Sequence[int], first_branch: int, turns: list[SampledTurn]
     ) -> None:
-        """Plays the turns that a request led to, and goes on from there."""
+        """Takes the turns that a request led to: each gets an environment of its own."""
         environment = place.environment
         assert environment is not None and len(turns) == len(shares)
-        kept = bool(first_branch) or self._policy.keeps(place.turn, shares)
-        # The first branch goes on with the environment itself where it can: one copy fewer.
-        twins = [fork_environment(environment) if kept or branch else environment for branch in range(len(turns))]
-        if not kept:
-            place.environment = None
-        for branch, (share, turn, twin) in enumerate(zip(shares, turns, twins, strict=True), first_branch):
-            child = Place(turn=place.turn + 1, share=share, parent=place, branch=branch)
-            child.sampled, child.environment = turn, twin
-            place.children.append(child)
-            self._play(tree, child)
-            if not child.over:
-                self._continue(tree, child)
-        self._open[tree.index] -= 1
-        if not self._open[tree.index]:
-            self._grow(tree)
+        children = []
+        for branch, (share, turn) in enumerate(zip(shares, turns, strict=True), first_branch):
+            children.append(Place(turn=place.turn + 1, share=share, parent=place, branch=branch, sampled=turn))
+        place.children += children
+        is_kept = bool(first_branch) or self._policy.keeps(place.turn, shares)
+        if not is_kept:  # the first branch goes on with the environment itself: one copy fewer
+            children[0].environment, place.environment = environment, None
+        source, first = (place, None) if is_kept else (children[0], children[0])
+        others = children if is_kept else children[1:]
+        if others:
+            take = partial(self._forked, tree, source, first, others)
+            self._call(tree, partial(fork_guarded, environment, len(others)), take)
+        else:
+            self._play(tree, children[0])
+
+    def _forked(
+        self,
+        tree: ForkTree,
+        source: Place,
+        first: Place | None,
+        others: list[Place],
+        twins: list[Environment | EpisodeFailure] | EpisodeFailure,
+    ) -> None:
+        """Goes on once the environment at ``source`` was forked: ``first`` with itself, the others with the twins."""
+        if isinstance(twins, EpisodeFailure):  # it hangs, and nobody knows what it is doing
+            source.environment = LostEnvironment(twins)
+            twins = [twins] * len(others)
+        if first is not None:
+            self._play(tree, first)
+        for place, twin in zip(others, twins, strict=True):
+            if isinstance(twin, EpisodeFailure):
+                self._fail(place, twin)
+            else:
+                place.environment = twin
+                self._play(tree, place)
 
     def _play(self, tree: ForkTree, place: Place) -> None:
-        """Plays the turn that led to ``place``: what the environment answers, or that the conversation is over."""
-        turn, environment = place.sampled, place.environment
-        assert turn is not None and environment is not None
-        answer_ids = None
-        if turn.ended != "length" or len(turn.token_ids) == self._limits.max_turn_tokens:
-            action = str(self._tokenizer.decode(list(turn.token_ids), skip_special_tokens=True))
-            observation, done = play_turn(environment, action, place.turn - 1)
-            if not done and place.turn < self._limits.max_turns:
-                room = self._room(tree, place.num_tokens())
-                answer_ids = self._encode(observation, room - 1)  # and one token of the policy
-        if answer_ids is not None:
-            place.answer_ids = answer_ids
+        """Plays the turn that led to ``place``, unless it was cut by the conversation's end."""
+        turn, environment, parent = place.sampled, place.environment, place.parent
+        assert turn is not None and environment is not None and parent is not None
+        if turn.ended == "length" and len(turn.token_ids) != self._limits.max_turn_tokens:
+            self._end(tree, place)
+            return
+        action = self._writer.action(turn, parent.token_ids(), environment)
+        self._call(tree, partial(play_turn, environment, action, parent.turn), partial(self._answered, tree, place))
+
+    def _answered(self, tree: ForkTree, place: Place, result: StepResult | EpisodeFailure) -> None:
+        """Goes on after an environment's answer, or ends the conversation."""
+        if isinstance(result, EpisodeFailure):
+            self._fail(place, result)
+            return
+        if result.done or place.turn >= self._limits.max_turns:
+            self._end(tree, place)
+            return
+        assert place.sampled is not None and place.environment is not None
+        room = self._room(tree, place.num_tokens()) - 1  # and one token of the policy
+        try:
+            ids = self._writer.answer(result.observation, place.sampled, place.environment, limit=room)
+        except EpisodeFailure as failure:
+            self._fail(place, failure)
+            return
+        if ids is None:
+            self.num_out_of_room += 1
+            self._end(tree, place)
         else:
-            place.over, place.reward, place.environment = True, read_reward(environment), None
+            place.answer_ids = ids
+            self._continue(tree, place)
+
+    def _end(self, tree: ForkTree, place: Place) -> None:
+        assert place.environment is not None
+        self._call(tree, partial(read_reward, place.environment), partial(self._ended, place))
+
+    def _ended(self, place: Place, reward: float | EpisodeFailure | None) -> None:
+        if isinstance(reward, EpisodeFailure):
+            self._fail(place, reward)
+            return
+        place.over, place.reward, place.ended, place.environment = True, reward, place.environment, None
+        self._close(place.ended)
+
+    def _fail(self, place: Place, failure: EpisodeFailure) -> None:
+        """Ends a conversation whose environment failed."""
+        place.over, place.failure = True, failure
+        place.reward = None if place.sampled is None else self._failed_reward
+        if failure.kind != "timeout":  # else its call may still be going on
+            self._close(place.environment)
+        place.environment = None
+
+    def _close(self, environment: Environment | None) -> None:
+        """Closes an environment; nobody waits for it, and what it raises changes nothing any more."""
+        if environment is not None:
+            self._workers.submit(environment.close)
 
     def _grow(self, tree: ForkTree) -> None:
         """Begins further conversations of a tree whose conversations are all over, if there are too few."""
         ends = tree.ends()
         missing = self._num_episodes - len(ends)
-        growths = self._policy.grow(tree, missing) if missing else []
+        growths = self._policy.grow(tree, missing) if missing and not tree.root.over else []
         shares = [share for growth in growths for share in growth.shares]
         name = type(self._policy).__name__
         if growths:
@@ -250,6 +304,7 @@ class TreeSampler:
         if got != self._num_episodes:
             raise ValueError(f"expected {name} to make {self._num_episodes} episodes of a prompt, got {got}")
         for place in tree.places():
+            self._close(place.environment)
             place.environment = None
 
 

@@ -46,6 +46,10 @@ class TreeEpisodes:
     """Mixin above a GRPO trainer: a rollout function may return ``episode``, and any number of rows per prompt.
 
     Without that key everything is as in TRL; with a row per episode it comes to the same, bit for bit.
+
+    Attributes:
+        rollout_inputs: the dataset rows of the prompts that the rollout function is given, all columns: TRL gives it
+            the prompts alone.
     """
 
     # What TRL's trainer sets.
@@ -81,6 +85,7 @@ class TreeEpisodes:
         self._given_rewards: list[list[float]] | None = None
         self._generated: tuple[list[list[int]], list[list[int]]] = ([], [])  # prompts and completions of all rows
         self._rewards_per_func: torch.Tensor | None = None
+        self.rollout_inputs: list[dict[str, Any]] = []
         super().__init__(model, reward_funcs, args, *more, **kwargs)  # type: ignore[call-arg]
         if isinstance(self.rollout_func, RecordedRollouts):
             self.rollout_func.check_trainer(self)
@@ -214,6 +219,7 @@ class TreeEpisodes:
         self._episodes = self._given_advantages = self._given_rewards = None
         self._off_policy = self._has_unknown = False
         columns = set(inputs[0])
+        self.rollout_inputs = inputs
         parent: Any = super()
         output: dict[str, Any] = parent._generate_and_score_completions(inputs)
         episodes = self._episodes

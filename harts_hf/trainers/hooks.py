@@ -3,36 +3,38 @@
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import nn
 
 from harts_hf.modeling import patch
 from harts_hf.modeling.checks import check_trainable
+from harts_hf.trainers.loading import load_tokenizer, loading_text_models
 from harts_hf.trainers.policy import TreePolicy
+from harts_hf.trainers.precision import keep_answers_wide
 from harts_hf.trainers.refusals import AUX_LOSS_MESSAGE, check_settings, check_trl_version
-from harts_hf.trainers.resuming import load_weights
+from harts_hf.trainers.resuming import TreeCheckpoints
+from harts_hf.trainers.sampling import check_sampling
+from harts_hf.trainers.zero3 import gather_whole_layers
+
+# TRL's positional arguments before processing_class: a model, its arguments, another, two data sets.
+_BEFORE_PROCESSING_CLASS = 5
 
 
-class TreeHooks:
+class TreeHooks(TreeCheckpoints):
     """Mixin that stands *above* a TRL trainer in the MRO and lets it see a policy that runs on rollout trees.
 
     Overrides the one method through which TRL's losses see a policy; nothing of a loss is copied.
     """
 
     # What TRL's trainer sets.
-    model: Any
-    args: Any
-    accelerator: Any
     temperature: float
-    state: Any
     ref_model: Any
 
     # The trainer's configuration class; a plain TRL one would lack the tree options.
     _config_class: type
 
     def __init__(self, model: Any, reward_funcs: Any, args: Any = None, *more: Any, **kwargs: Any) -> None:
-        parent: Any = super()
-        parent.__init__(model, reward_funcs, self._checked_arguments(args), *more, **kwargs)
+        self._begin_trl(super(), model, reward_funcs, self._checked_arguments(args), *more, **kwargs)
+        check_sampling(self)
         self._begin_tree(TreePolicy)
 
     def _checked_arguments(self, args: Any) -> Any:
@@ -44,14 +46,36 @@ class TreeHooks:
             raise ValueError(f"expected args to be a {self._config_class.__name__}, got {type(args).__name__}")
         return args
 
+    def _begin_trl(self, trl_trainer: Any, *positional: Any, **kwargs: Any) -> None:
+        """TRL's own beginning, on the text model of a multimodal checkpoint.
+
+        Args:
+            trl_trainer: whose constructor runs: a class, or ``super()``.
+            positional: model, what stands between it and the data sets in that class, and what follows; the trainer's
+                arguments are among them.
+            kwargs: of the constructor.
+        """
+        model, args = positional[0], next(one for one in positional if isinstance(one, self._config_class))
+        if len(positional) < _BEFORE_PROCESSING_CLASS + 1 and kwargs.get("processing_class") is None:
+            kwargs["processing_class"] = load_tokenizer(model, args)
+        with loading_text_models(type(self)):
+            trl_trainer.__init__(*positional, **kwargs)
+
     def _begin_tree(self, policy_class: type[TreePolicy]) -> None:
         """After TRL's own beginning: refuses, then patches."""
         check_settings(self)
         patch(self.model)
+        gather_whole_layers(self.model, self.accelerator)
         reference = getattr(self, "ref_model", None)
         if reference is not None:
             patch(self.accelerator.unwrap_model(reference))
         self._tree: Any = policy_class(self)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Trainer's; before any model is prepared, so that a reference model is treated as the policy is."""
+        parent: Any = super()
+        parent.create_accelerator_and_postprocess()
+        keep_answers_wide(self.accelerator)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -94,20 +118,3 @@ class TreeHooks:
         self._tree.slices.clear()
         parent: Any = super()
         return parent.train(*args, **kwargs)
-
-    def _load_best_model(self) -> None:
-        """Trainer's, but whole models are loaded with the names that they were saved under."""
-        parent: Any = super()
-        if not self._loads_itself(self.model, self.state.best_model_checkpoint):
-            parent._load_best_model()
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Trainer's, but whole models are loaded with the names that they were saved under."""
-        parent: Any = super()
-        target = self.model if model is None else model
-        if not self._loads_itself(target, resume_from_checkpoint):
-            parent._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _loads_itself(self, target: Any, folder: str) -> bool:
-        sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        return not sharded and not hasattr(target, "peft_config") and load_weights(target, folder)

@@ -1,13 +1,16 @@
 """What tree trainers refuse, by name, before any model is patched."""
 
+import os
+import warnings
 from typing import Any
 
 import trl
+from accelerate.utils import DistributedType
 from packaging.version import Version
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.training_args import OptimizerNames
 
-from harts_hf.errors import UnsupportedModelError
+from harts_hf.errors import HartsWarning, UnsupportedModelError
 from harts_hf.modeling.checks import REENTRANT_MESSAGE, check_experts, check_parallel_sizes
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.ranks import check_backend
@@ -28,9 +31,48 @@ def check_trl_version() -> None:
         )
 
 
+# Where launchers write the number of processes (torchrun and accelerate, Open MPI, MPICH and Intel MPI, MVAPICH).
+WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def check_processes(trainer: Any) -> None:
+    """Refuses processes that train alone although more were started, and FSDP that was asked for and does not run.
+
+    Accelerate (1.15) does both silently: without a GPU and without ``use_cpu=True`` each process that torchrun starts
+    is alone, and on a CPU FSDP becomes DDP. ``accelerate launch`` with MULTI_CPU starts one process whatever
+    ``num_processes`` says, and passes that number on nowhere; only its traces can be warned about.
+
+    Raises:
+        UnsupportedModelError: see above.
+    """
+    accelerator = trainer.accelerator
+    world = accelerator.num_processes
+    for name in WORLD_SIZES:
+        asked = os.environ.get(name, "")
+        if world == 1 and asked.isdigit() and int(asked) > 1:
+            raise UnsupportedModelError(
+                f"expected {asked} processes ({name}), got one that knows of no other, and they would all train the "
+                "same: on a CPU set use_cpu=True, elsewhere see why torch finds no accelerator"
+            )
+    if trainer.args.fsdp and accelerator.distributed_type != DistributedType.FSDP:
+        raise UnsupportedModelError(
+            f"expected FSDP, as fsdp={trainer.args.fsdp!r} asks for, got {accelerator.distributed_type.value}: "
+            "Accelerate runs FSDP on several processes with accelerators only"
+        )
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ
+    if world == 1 and by_accelerate and "RANK" not in os.environ:
+        warnings.warn(
+            "accelerate launch set an address for several processes and started one: with MULTI_CPU (--cpu) it "
+            "ignores num_processes. Use torchrun, or --multi_gpu together with use_cpu=True",
+            HartsWarning,
+            stacklevel=4,
+        )
+
+
 def check_settings(trainer: Any) -> None:
     """Refuses settings that the tree step would get wrong, before any model is patched."""
     args = trainer.args
+    check_processes(trainer)
     check_backend(trainer.accelerator, args.tree_execution)
     check_parallel_sizes(
         {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}

@@ -78,7 +78,8 @@ class TreeSFTTrainer(TreeHooks, SFTTrainer, TreeStep):
     def __init__(self, model: Any, args: Any = None, data_collator: Any = None, *more: Any, **kwargs: Any) -> None:
         args = self._checked_arguments(args)
         _refuse(args, kwargs)
-        SFTTrainer.__init__(self, model, args, data_collator, *more, **kwargs)
+        # Past TreeHooks, whose constructor is that of trainers with reward functions.
+        self._begin_trl(super(TreeHooks, self), model, args, data_collator, *more, **kwargs)
         if type(self.data_collator) is DataCollatorForLanguageModeling:
             self.data_collator = WeightedCollator(**vars(self.data_collator))
         self._check_columns()

@@ -33,7 +33,8 @@ def test_table(rollouts, capsys):
     assert lines[1].split() == ["a", "2", "15", "9", "1.67", "8", "6", "1", "1"]
     assert lines[2].split() == ["b", "1", "3", "3", "1.00", "3", "0", "1", "1"]
     assert lines[3].split() == ["all", "3", "18", "12", "1.50", "8", "6", "1", "1"]
-    assert "1 microbatches of at most 16,384 tokens on 1 ranks, replay execution" in lines
+    assert "1 microbatch of at most 16,384 tokens on 1 rank, replay execution" in lines
+    assert not any("ranks" in line for line in lines)
 
 
 def test_real_shapes_with_picture_and_json(tmp_path, capsys):
@@ -48,6 +49,30 @@ def test_real_shapes_with_picture_and_json(tmp_path, capsys):
     content = json.loads(out.read_text())
     assert content["total"]["unique"] == 4520 and content["total"]["expanded"] == 67_669
     Schedule.from_json(json.dumps(content["schedule"])).validate()
+
+
+def test_all_ranks_are_counted(tmp_path, capsys):
+    """Balance, repeated rows, dummies and bytes of the whole world in table and JSON, and a picture of all ranks."""
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = ["--world-size", "20", "--json", str(out), "--plot", str(picture)]
+    assert main(["plan", str(shape_file("vmcts_dafny_bst")), *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("all 20 ranks together:")
+    names = [line.split("  ")[0] for line in lines[start + 1 : start + 7]]
+    assert names == ["balance", "waiting", "idle ranks", "repeated rows", "dummies", "exchanged"]
+    content = json.loads(out.read_text())
+    world, plan = content["world"], content["plan"]
+    assert world["repeated_tokens"] == plan["forward_tokens"] - content["total"]["unique"] > 0
+    assert 0 < world["balance"] <= 1 and world["slowest_seconds"] <= plan["estimated_seconds"]
+    assert world["exchanged_bytes"] == 8 * (content["total"]["expanded"] + 2 * content["total"]["unique"])
+    assert f"{world['repeated_tokens']:,}" in lines[start + 4]
+    assert picture.stat().st_size > 10_000
+
+
+def test_too_many_ranks_are_refused_at_once(tmp_path, capsys):
+    """Before the file is read: it need not even be one."""
+    assert main(["plan", str(tmp_path / "nowhere.jsonl"), "--world-size", "100000"]) == 2
+    assert "expected world_size of at most 4096, got 100000" in capsys.readouterr().err
 
 
 def test_many_groups_are_cut_short(capsys):

@@ -97,16 +97,23 @@ def test_variables_of_the_recipe_are_set(write, monkeypatch):
 
 
 def test_keys_of_a_dictionary_on_the_command_line(write, capsys):
-    """One key by its name, the whole by JSON, which says so; the last of several wins."""
+    """One key by its name; the model's are merged into the recipe's; the last of several wins."""
     path = write(ENVIRONMENT + "model_config: {hidden_size: 8, num_hidden_layers: 2}\n")
     one = ["--model_config.hidden_size", "16", "--model_config.layer_types", '["a"]', "--model_config.x=y"]
     expected = {"hidden_size": 16, "num_hidden_layers": 2, "layer_types": ["a"], "x": "y"}
     assert parse([path, *one])[0].model_config == expected
     assert parse([path, *one, "--model_config.hidden_size", "32"])[0].model_config == {**expected, "hidden_size": 32}
     assert not capsys.readouterr().err
-    whole = ["--model_config", '{"hidden_size": 4}']
-    assert parse([path, *whole])[0].model_config == {"hidden_size": 4}
+    some = ["--model_config", '{"hidden_size": 4}']
+    assert parse([path, *some])[0].model_config == {"hidden_size": 4, "num_hidden_layers": 2}
+    assert not capsys.readouterr().err
+    # Fields of another architecture are not the recipe's.
+    assert parse([path, *some, "--model_type", "qwen3_next"])[0].model_config == {"hidden_size": 4}
     assert "model_config of the command line replaces the recipe's as a whole" in capsys.readouterr().err
-    assert parse([path, *whole, "--model_config.x", "1"])[0].model_config == {"hidden_size": 4, "x": 1}
+    assert parse([path, "--model-config", "{}", "--model_config.x", "1"])[0].model_config["x"] == 1
+    both = ["--environment_kwargs", '{"num_items": 2}']
+    with_kwargs = write(ENVIRONMENT + "environment_kwargs: {num_shelves: 2}\n")
+    assert parse([with_kwargs, *both])[0].environment_kwargs == {"num_items": 2}
+    assert "environment_kwargs of the command line replaces" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"expected a value after --model_config.x, got none"):
-        parse([path, "--model_config.x"])
+        parse([with_kwargs, "--model_config.x"])

@@ -25,8 +25,8 @@ def _process_settings(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--agent", ""], "expected one of environment, agent and agent_command, got none"),
-        (["--environment", "a:b"], "expected one of environment, agent and agent_command, got environment and agent"),
+        (["--agent", ""], "expected no agent_kwargs without agent, got {'num_items': 3"),
+        (["--environment", "a:b"], "at most, got environment and agent"),
         (["--agent_command", "ls"], "got agent and agent_command"),
         (["--branching", "4", "2"], "expected no branching beside agent, got [4, 2]"),
         (["--environment_kwargs", '{"a": 1}'], "expected no environment_kwargs beside agent, got {'a': 1}"),

@@ -186,6 +186,25 @@ def test_parallelism_of_from_pretrained(sizes, kind):
         checks.check_parallel_sizes({"tensor": 1, "sequence": None, "context": 4})
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("bailing_hybrid", {"fsdp_size": 2}, "bailing_hybrid that was loaded whole.*weights of other channels"),
+        ("kimi_linear", {"ep_size": 2, "fsdp_size": 2}, "family kimi_linear that was loaded whole"),
+        (
+            "qwen3_next",
+            {"ep_size": 2, "fsdp_size": 2, "ep_implementation": "all_reduce"},
+            "'all_to_all'.*'all_reduce'",
+        ),
+    ],
+)
+def test_models_that_are_sharded_while_loading(family, options, message):
+    """Families that Transformers loads wrongly so, and experts that see one batch on all processes."""
+    model = tiny_model(family)
+    model._device_mesh, model.config.distributed_config = object(), DistributedConfig(**options)
+    refused(model, message)
+
+
 def test_nothing_to_train():
     """PEFT's default for a loaded adapter is a frozen one."""
     model = tiny_model("qwen3_5_text")

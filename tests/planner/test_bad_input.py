@@ -10,7 +10,7 @@ from harts_hf.planner import CostModel, Microbatch, PlannerConfig, Schedule, pla
 from harts_hf.planner.config import MAX_WORLD_SIZE
 from harts_hf.tree import RolloutTree
 
-TREE = RolloutTree.from_shape([-1, 0, 0], [70, 60, 50], [1, 2])
+TREE = RolloutTree.from_shape([-1, 0, 0, -1], [70, 60, 50, 170], [1, 2, 3])
 CONFIG = PlannerConfig(max_tokens_per_microbatch=64, world_size=2, sharing="always", cost=CostModel())
 TEXT = plan_window(TREE, CONFIG).to_json()
 

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from strategies import shapes
 
 from harts_hf.planner import CostModel, Microbatch, PlannerConfig, Schedule, decompose_chains, plan_window
+from harts_hf.planner.cost import UnitSeconds
 from harts_hf.planner.spans import rows_of_spans
 from harts_hf.tree import RolloutTree
 
@@ -47,7 +49,7 @@ def test_every_plan_is_valid(tree, config):
     schedule = plan_window(tree, config)
     schedule.validate()
     assert str(schedule).startswith("Schedule: ")
-    if config.world_size == 1 and config.sharing == "always":
+    if config.sharing == "always":
         assert schedule.forward_tokens == schedule.backward_tokens == tree.num_tokens
     if config.sharing == "never":
         # A piece of a long trajectory may compute a short prefix again instead of reading a state.
@@ -242,17 +244,39 @@ def test_same_plan_in_every_process():
     assert len(outputs) == 1
 
 
-def test_common_root_of_prompts_is_repeated_per_rank():
-    """A system prompt shared by four prompts: on two ranks each computes it once, one of them owns it."""
+def test_common_root_of_prompts():
+    """A system prompt shared by four prompts, on two ranks: "auto" computes it on both, one of which owns it; "always"
+    computes it once, so one rank idles."""
     # Root of 8, four prompts of 40 with two answers of 4 each.
     parent = [-1, *[0] * 4, *[prompt for prompt in range(1, 5) for _ in range(2)]]
     tree = RolloutTree.from_shape(parent, [8, *[40] * 4, *[4] * 8], range(5, 13))
-    config = PlannerConfig(max_tokens_per_microbatch=1000, chunk_size=4, world_size=2, sharing="always")
+    rows_only = UnitSeconds(rows=1e-6, linear_rows=0, pairs=0, calls=0, handoff_bytes=0, microbatches=0)
+    cost = CostModel(forward=rows_only, backward=rows_only)
+    config = PlannerConfig(max_tokens_per_microbatch=1000, chunk_size=4, world_size=2, cost=cost)
     schedule = plan_window(tree, config)
     schedule.validate()
     assert [m.num_rows for m in schedule.microbatches] == [8 + 2 * 48] * 2
     assert sum(m.owned[:8].all() for m in schedule.microbatches) == 1
     assert schedule.forward_tokens == tree.num_tokens + 8
+    once = plan_window(tree, replace(config, sharing="always"))
+    once.validate()
+    assert once.forward_tokens == tree.num_tokens
+    assert [kind for kind, _ in once.ops(1, dummies=False)] == [] and once.ops(1) == [("S", -1), ("F", -1), ("B", -1)]
+
+
+def test_always_places_trees_by_their_time():
+    """sharing="always" on three ranks: trees of 9, 8, 7, 6, 5 and 4 hundred rows go together as 9 + 4, 8 + 5, 7 + 6,
+    each with its forks, and every row of every tree is computed once."""
+    trees = []
+    for hundreds in (4, 5, 6, 7, 8, 9):
+        sizes = [60 * hundreds, 30 * hundreds, 10 * hundreds]
+        trees.append(RolloutTree.from_shape([-1, 0, 0], sizes, [1, 2]))
+    rows_only = UnitSeconds(rows=1e-6, linear_rows=0, pairs=0, calls=0, handoff_bytes=0, microbatches=0)
+    cost = CostModel(forward=rows_only, backward=rows_only)
+    schedule = plan_window(trees, PlannerConfig(world_size=3, sharing="always", cost=cost, chunk_size=4))
+    schedule.validate()
+    assert schedule.forward_tokens == 3900
+    assert [sum(m.num_rows for m in schedule.microbatches if m.rank == rank) for rank in range(3)] == [1300] * 3
 
 
 def test_whole_paths_under_a_limit_of_graphs():

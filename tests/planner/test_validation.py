@@ -1,16 +1,22 @@
 """The checker of schedules sees what is broken."""
 
+from dataclasses import replace
+
 import pytest
 
-from harts_hf.planner import Microbatch, PlannerConfig, Schedule, plan_window
+from harts_hf.planner import CostModel, Microbatch, PlannerConfig, Schedule, plan_window
+from harts_hf.planner.cost import UnitSeconds
+from harts_hf.planner.execution import DUMMY
 from harts_hf.tree import RolloutTree
 
 BASE = RolloutTree.from_shape([-1, 0, 0, 1, 1], [10, 9, 8, 7, 6], [2, 3, 4])
+ROWS_ONLY = UnitSeconds(rows=1e-6, linear_rows=0, pairs=0, calls=0, handoff_bytes=0, microbatches=0)
 
 
 def base_schedule(**changes):
-    """Two ranks, several trunks."""
-    config = {"max_tokens_per_microbatch": 8, "chunk_size": 4, "world_size": 2, "sharing": "always", **changes}
+    """Two ranks, several trunks, the root computed on both."""
+    cost = CostModel(forward=ROWS_ONLY, backward=ROWS_ONLY)
+    config = {"max_tokens_per_microbatch": 8, "chunk_size": 4, "world_size": 2, "cost": cost, **changes}
     return plan_window(BASE, PlannerConfig(**config))
 
 
@@ -91,4 +97,45 @@ def test_checker_sees_broken_limits():
             changed(schedule, config=config).validate()
     config = PlannerConfig(**{**vars(schedule.config), "max_tokens_per_microbatch": 4})
     with pytest.raises(AssertionError, match="over the budget without need"):
+        changed(schedule, config=config).validate()
+
+
+def test_checker_sees_ranks_that_miss_a_trunk():
+    """Two ranks exchange a microbatch each, ops and all: a dependent then misses its trunk, or a trunk its rank."""
+    schedule = base_schedule()
+    one = next(m for m in schedule.microbatches if m.rank == 0 and m.trunks)
+    other = next(m for m in schedule.microbatches if m.rank == 1 and m.trunks)
+    microbatches = list(schedule.microbatches)
+    microbatches[one.id], microbatches[other.id] = spans(one, rank=1), spans(other, rank=0)
+    names = {one.id: other.id, other.id: one.id}
+    rank_ops = tuple(tuple((kind, names.get(i, i)) for kind, i in ops) for ops in schedule.rank_ops)
+    with pytest.raises(AssertionError, match="a trunk elsewhere"):
+        replace(schedule, microbatches=tuple(microbatches), rank_ops=rank_ops, accounts=None).validate()
+
+
+def test_checker_sees_dummies_that_do_not_fit(monkeypatch):
+    """Strings of unlike kinds, a rank without its dummy, a dummy backward that no dummy forward opened."""
+    schedule = base_schedule()
+    aligned = [schedule.ops(rank) for rank in range(2)]
+    shorter = min(range(2), key=lambda rank: len(schedule.rank_ops[rank]))
+    place = aligned[shorter].index(("F", DUMMY))
+    without = [list(ops) for ops in aligned]
+    del without[shorter][place : place + 2]
+    turned = [list(ops) for ops in aligned]
+    for ops in turned:
+        ops[place], ops[place + 1] = ops[place + 1], ops[place]
+    for wrong, message in ((without, "different strings"), (turned, "without a dummy F|ops lost")):
+        broken = replace(schedule)
+        monkeypatch.setattr(Schedule, "_aligned", wrong)
+        with pytest.raises(AssertionError, match=message):
+            broken.validate()
+        monkeypatch.undo()
+
+
+def test_checker_sees_rows_computed_twice_although_each_was_asked_for_once():
+    """A plan of sharing="auto" that repeats the root on two ranks is no plan of sharing="always"."""
+    schedule = base_schedule()
+    assert schedule.forward_tokens > BASE.num_tokens
+    config = PlannerConfig(**{**vars(schedule.config), "sharing": "always"})
+    with pytest.raises(AssertionError, match="computed twice"):
         changed(schedule, config=config).validate()

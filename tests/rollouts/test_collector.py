@@ -9,6 +9,7 @@ from support.models import tiny_model
 
 from harts_hf.rollouts.checks import check_rollouts
 from harts_hf.rollouts.collector import TreeRolloutCollector, environment_reward
+from harts_hf.rollouts.environments.failures import EpisodesFailedError
 from harts_hf.rollouts.environments.shelf import ShelfEnvironment
 from harts_hf.rollouts.files import read_rollouts
 from harts_hf.rollouts.forks import NoForks
@@ -201,25 +202,27 @@ def test_factories_may_carry_settings(make_trainer):
     collect = TreeRolloutCollector(
         functools.partial(ShelfEnvironment, num_items=1), branching=(4,), max_turns=2, max_turn_tokens=2
     )
-    with pytest.raises(ValueError, match="expected a prompt such as 'lamp wanted', got 'book wanted'"):
+    message = r"got 4 failures of 4 episodes \(4 raised\); the first: ValueError: expected a prompt such as 'lamp"
+    with pytest.raises(EpisodesFailedError, match=message):
         collect(["book wanted"] * 4, make_trainer(collect))
 
 
 class Fragile(ShelfEnvironment):
-    """Breaks its contract at the thirtieth call of all twins together."""
+    """Is interrupted when the third of all twins is closed."""
 
-    calls = 0
+    closed = 0
 
-    def step(self, action):
-        Fragile.calls += 1
-        return super().step(action) if Fragile.calls < 30 else None
+    def close(self):
+        Fragile.closed += 1
+        if Fragile.closed == 3:
+            raise KeyboardInterrupt
 
 
 def test_what_was_collected_before_a_failure_lies_on_disk(make_trainer, tmp_path):
     """As a rollout file that the package reads, named by the exception."""
     collect = TreeRolloutCollector(Fragile, branching=(2, 2), max_turns=3, max_turn_tokens=2)
     trainer = make_trainer(collect)
-    with pytest.raises(ValueError, match=r"expected Fragile.step to return a StepResult") as failure:
+    with pytest.raises(KeyboardInterrupt) as failure:
         collect([prompt for prompt in PROMPTS for _ in range(4)], trainer)
     path = tmp_path / "salvaged" / "step0-rank0.jsonl"
     assert any(str(path) in note for note in failure.value.__notes__)

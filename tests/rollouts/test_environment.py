@@ -34,6 +34,15 @@ def test_a_fork_goes_on_by_itself():
     assert (parent.reward, twin.reward) == (2 / 3, 1.0)
 
 
+def test_what_cannot_be_copied_says_what_to_do():
+    """The way out is named, and what it was that has no copy."""
+    environment = Counter()
+    environment.reset("count", seed=5)
+    environment.state["words"] = (word for word in ())
+    with pytest.raises(TypeError, match=r"Counter cannot be copied \(.*generator.*\): .* ReplayedEnvironment"):
+        environment.fork()
+
+
 def test_what_an_environment_lacks_is_named():
     """Without prompts or a tokenizer of its own, an environment says which recipe field is needed."""
     with pytest.raises(ValueError, match="Counter has no prompts of its own: set dataset_name"):

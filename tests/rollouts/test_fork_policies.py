@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engines import SeededEngine
+from support.sampling import beginnings, tree_sampler
 
 from harts_hf.rollouts.environment import Environment, StepResult
 from harts_hf.rollouts.forks import Growth, NoForks, TurnForks, check_policy, even_shares
 from harts_hf.rollouts.growing_forks import BudgetForks, EntropyForks
-from harts_hf.rollouts.sampler import TreeSampler, TurnLimits
 
 VOCAB, END = 12, 0
 
@@ -56,15 +56,8 @@ def sample(policy, episodes, *, often=4, seed=0, prompts=("5 6", "7"), engine=No
     engine = engine or SeededEngine(VOCAB, END)
     limits = {"max_turns": 4, "max_turn_tokens": 3, "max_completion_tokens": 30, **limits}
     policy.check(max_turns=limits["max_turns"], num_episodes=episodes)
-    sampler = TreeSampler(
-        engine=engine,
-        tokenizer=Numbers(),
-        policy=policy,
-        limits=TurnLimits(**limits),
-        num_episodes=episodes,
-        seed=seed,
-    )
-    return sampler.sample([Ends(often) for _ in prompts], prompts), engine
+    sampler = tree_sampler(engine, Numbers(), policy=policy, limits=limits, num_episodes=episodes, seed=seed)
+    return sampler.sample(beginnings([Ends(often) for _ in prompts], prompts)), engine
 
 
 @st.composite

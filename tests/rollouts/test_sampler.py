@@ -6,12 +6,12 @@ import math
 import numpy as np
 import pytest
 from support.engines import SeededEngine
+from support.sampling import beginnings, tree_sampler
 
 from harts_hf.rollouts.engines.engine import EngineError
 from harts_hf.rollouts.environment import Environment, StepResult
 from harts_hf.rollouts.environments.shelf import ShelfEnvironment
 from harts_hf.rollouts.forks import TurnForks
-from harts_hf.rollouts.sampler import TreeSampler, TurnLimits
 from harts_hf.tree import RolloutTree
 
 TOKENIZER = ShelfEnvironment().tokenizer()
@@ -42,17 +42,15 @@ class Ragged(Environment):
 
 def sample(policy, *, episodes=None, environments=None, seed=0, prompts=PROMPTS, engine=None, **limits):
     """Rollouts of one tree a prompt."""
-    environments = environments or [Ragged() for _ in prompts]
-    texts = [environment.reset(prompt, seed=0) for environment, prompt in zip(environments, prompts, strict=True)]
-    sampler = TreeSampler(
-        engine=engine or SeededEngine(len(TOKENIZER), END),
-        tokenizer=TOKENIZER,
+    sampler = tree_sampler(
+        engine or SeededEngine(len(TOKENIZER), END),
+        TOKENIZER,
         policy=policy,
-        limits=TurnLimits(**{"max_turns": 5, "max_turn_tokens": 3, "max_completion_tokens": 40, **limits}),
+        limits=limits,
         num_episodes=math.prod(policy.branching) if episodes is None else episodes,
         seed=seed,
     )
-    return sampler.sample(environments, texts)
+    return sampler.sample(beginnings(environments or [Ragged() for _ in prompts], prompts))
 
 
 def forks(branching=(3, 2, 2), fork_turns=(0, 1, 2), **options):
@@ -191,12 +189,6 @@ def test_turn_limits():
         assert all(len(turn) == 2 or turn[-1] == END for turn in turns_of(rollout))
 
 
-def test_an_empty_prompt_is_refused():
-    """There would be nothing to predict the first token from."""
-    with pytest.raises(ValueError, match=r"expected a prompt of at least one token, got '' \(tree 1\)"):
-        sample(forks(), prompts=("lamp wanted", "", "cup"))
-
-
 class Long(Ragged):
     """Answers with a text of five million characters."""
 
@@ -220,15 +212,6 @@ def test_an_observation_that_cannot_fit_is_not_even_encoded(monkeypatch):
     assert max(lengths) < 1000
 
 
-@pytest.mark.parametrize("count", [10_000, 1_000_000])
-def test_a_prompt_longer_than_the_model_is_refused(count):
-    """By its tokens, or by its characters where they are too many to be encoded."""
-    engine = SeededEngine(len(TOKENIZER), END, max_positions=512)
-    message = "expected Ragged.reset to return fewer tokens than the 512 positions of the model, got a text of"
-    with pytest.raises(ValueError, match=message):
-        sample(forks(), prompts=("lamp", "lamp " * count), engine=engine)
-
-
 @pytest.mark.parametrize("positions", [5, 6, 9, 14])
 def test_no_conversation_outgrows_the_model(positions):
     """Its positions limit a conversation as ``max_completion_length`` does; the longest prompt here has four."""
@@ -239,13 +222,6 @@ def test_no_conversation_outgrows_the_model(positions):
         assert rollout.env_mask[-1] == 1
 
 
-@pytest.mark.parametrize("prompt", [None, 7, b"lamp"])
-def test_a_prompt_that_is_no_text_is_refused(prompt):
-    """Named with the environment and the tree."""
-    with pytest.raises(ValueError, match=r"expected Ragged.reset to return a text, got .* \(tree 1\)"):
-        sample(forks(), prompts=("lamp", prompt))
-
-
 @pytest.mark.parametrize("limit", ["max_turns", "max_turn_tokens", "max_completion_tokens"])
 def test_limits_that_allow_nothing(limit):
     """Limits are checked when they are made."""
@@ -253,40 +229,17 @@ def test_limits_that_allow_nothing(limit):
         sample(forks(), **{limit: 0})
 
 
-class Breaks(Ragged):
-    """Breaks its contract at the third turn of all twins together."""
-
-    plays = 0
-
-    def step(self, action):
-        Breaks.plays += 1
-        return super().step(action) if Breaks.plays < 30 else None
-
-
-def test_what_was_sampled_survives_an_error():
-    """The conversations that were over can be read from the sampler that failed."""
-    engine = SeededEngine(len(TOKENIZER), END)
-    limits = TurnLimits(max_turns=5, max_turn_tokens=3, max_completion_tokens=40)
-    sampler = TreeSampler(engine=engine, tokenizer=TOKENIZER, policy=forks(), limits=limits, num_episodes=12, seed=0)
-    with pytest.raises(ValueError, match=r"expected Breaks.step to return a StepResult"):
-        sampler.sample([Breaks() for _ in PROMPTS], PROMPTS)
-    whole = sample(forks())
-    collected = sampler.rollouts()
-    assert 0 < len(collected) < len(whole)
-    assert all(rollout in whole for rollout in collected)
-
-
 class Broken(SeededEngine):
-    """Fails at its tenth request."""
+    """Fails at its twentieth request."""
 
     def _turn(self, request, index):
-        if len(self.requests) > 9:
+        if len(self.requests) > 19:
             raise AssertionError("not reached")
         return super()._turn(request, index)
 
     def submit(self, request):
         future = super().submit(request)
-        if len(self.requests) == 10:
+        if len(self.requests) == 20:
             self._queue.pop()
             future.set_exception(EngineError("the server is gone"))
         return future
@@ -296,3 +249,15 @@ def test_errors_of_the_engine_are_raised():
     """As they are."""
     with pytest.raises(EngineError, match="the server is gone"):
         sample(forks(), engine=Broken(len(TOKENIZER), END))
+
+
+def test_what_was_sampled_survives_an_error():
+    """The conversations that were over can be read from the sampler that failed."""
+    whole = sample(forks())
+    engine = Broken(len(TOKENIZER), END, order="last")
+    sampler = tree_sampler(engine, TOKENIZER, policy=forks(), num_episodes=12)
+    with pytest.raises(EngineError, match="the server is gone"):
+        sampler.sample(beginnings([Ragged() for _ in PROMPTS], PROMPTS))
+    collected = sampler.rollouts()
+    assert 0 < len(collected) < len(whole)
+    assert all(rollout in whole for rollout in collected)

@@ -12,10 +12,10 @@ left.
 import random
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from harts_hf.rollouts.environment import Environment, StepResult
+from harts_hf.rollouts.environments.words import word_tokenizer
 
 _ITEMS = ("lamp", "book", "cup", "key", "map", "coin", "rope", "bell", "shoe", "ring", "vase", "fork")
 _WORDS = ("look", "go", "open", "wanted", "listed", "reached", "error")
@@ -90,9 +90,4 @@ class ShelfEnvironment(Environment):
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """A word-level tokenizer of the task's vocabulary; ``<end>`` is its EOS and ``<pad>`` its padding token."""
-        words = ("<pad>", "<end>", "<unk>", *_WORDS, *self._items, *self._shelves)
-        core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-        core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        return PreTrainedTokenizerFast(
-            tokenizer_object=core, pad_token="<pad>", eos_token="<end>", unk_token="<unk>", padding_side="left"
-        )
+        return word_tokenizer([*_WORDS, *self._items, *self._shelves])

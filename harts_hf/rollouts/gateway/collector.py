@@ -85,6 +85,8 @@ class AgentRolloutCollector:
         ValueError: an agent that is none, numbers out of range.
     """
 
+    uses_engine = True  # turns are sampled one by one, by the engine that the trainer's arguments name
+
     def __init__(
         self,
         agent: Any,

@@ -1,0 +1,258 @@
+"""The dry run itself: goes through all that a training would begin with, collecting what is refused."""
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from trl import get_peft_config
+
+from harts_hf.cli.data import eval_dataset, train_dataset
+from harts_hf.cli.dry_run.building import as_if_launched, without_weights
+from harts_hf.cli.dry_run.memory import memory_parts, parameter_counts
+from harts_hf.cli.dry_run.planning import StepPlan, plan_step
+from harts_hf.cli.dry_run.report import Findings, format_findings
+from harts_hf.cli.dry_run.rollouts import PlannedRollouts, file_rollouts, made_up_rollouts
+from harts_hf.cli.launching import AsLaunched, Launch, find_launch, whole_number
+from harts_hf.cli.policy import find_policy, named_tokenizer
+from harts_hf.cli.recipe import parse, peek, split_recipe
+from harts_hf.cli.sources import RolloutSource, find_source, reward_functions
+from harts_hf.cli.train_arguments import PolicyArguments, TrainArguments
+from harts_hf.cli.train_checks import check_folders, check_numbers
+from harts_hf.cli.trainer_kinds import TRAINERS
+from harts_hf.modeling.checks import check_experts
+from harts_hf.modeling.patching import causal_lm_of
+from harts_hf.trainers.refusals import check_settings
+from harts_hf.trainers.sampling import why_not_sampled
+
+
+def dry_run(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit status.
+
+    Args:
+        argv: as for :func:`harts_hf.cli.train.main`.
+
+    Raises:
+        ValueError: a recipe that cannot be read, or with a value that its field refuses.
+    """
+    if int(os.environ.get("RANK", 0)):
+        return 0  # of several processes one says it all
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        findings = _Run(argv).findings()
+    print(format_findings(findings))
+    return 1 if findings.refused else 0
+
+
+@dataclass
+class _Parts:
+    """What has been found so far."""
+
+    tokenizer: Any = None
+    source: RolloutSource | None = None
+    rewards: Any = None
+    train: Any = None
+    evaluation: Any = None
+    trainer: Any = None
+    planned: PlannedRollouts | None = None
+    plan: StepPlan | None = None
+    refused: list[str] = field(default_factory=list)
+
+
+class _Run:
+    """Reads the recipe as if all processes ran (batches depend on their number), then looks at part after part."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.recipe = split_recipe(argv)[0]
+        running = int(os.environ.get("WORLD_SIZE", 1))
+        self.launch: Launch = find_launch(
+            peek(argv, "accelerate_config"), whole_number(peek(argv, "num_processes")), running
+        )
+        self.arguments: TrainArguments
+        self.training: Any
+        self.model: PolicyArguments
+        with as_if_launched(self.launch.num_processes):
+            self.arguments, self.training, self.model = parse(argv)
+        self.parts = _Parts(refused=list(self.launch.refused))
+
+    def findings(self) -> Findings:
+        parts = self.parts
+        for look in (
+            self._files,
+            self._tokenizer,
+            self._source,
+            self._data,
+            self._trainer,
+            self._processes,
+            self._plan,
+        ):
+            with self._collecting():
+                look()
+        model = getattr(parts.trainer, "model", None)
+        memory = []
+        if model is not None and parts.plan is not None:
+            with_reference = getattr(parts.trainer, "ref_model", None) is not None
+            memory = memory_parts(
+                causal_lm_of(model) if not hasattr(model, "peft_config") else model,
+                self.training, self.launch, parts.plan.schedule, with_reference=with_reference,
+            )  # fmt: skip
+        return Findings(
+            recipe=self.recipe or "the command line",
+            arguments=self.arguments,
+            training=self.training,
+            launch=self.launch,
+            model=model,
+            counts=None if model is None else parameter_counts(model),
+            data=parts.train,
+            planned=parts.planned,
+            plan=parts.plan,
+            memory=memory,
+            refused=parts.refused,
+            not_checked=list(self._not_checked()),
+        )
+
+    @contextmanager
+    def _collecting(self) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # whatever it is, the training would end with it
+            said = " ".join(str(error).split()) or type(error).__name__
+            if said not in self.parts.refused:
+                self.parts.refused.append(said)
+
+    def _files(self) -> None:
+        self._each(
+            lambda: check_numbers(self.training),
+            lambda: check_folders(self.training, self.model, self.recipe, makes=False),
+        )
+
+    def _each(self, *checks: Callable[[], object]) -> None:
+        for check in checks:
+            with self._collecting():
+                check()
+
+    def _tokenizer(self) -> None:
+        self.parts.tokenizer = named_tokenizer(self.arguments, self.training, self.model)
+
+    def _source(self) -> None:
+        source = find_source(self.arguments, self.training, self.parts.tokenizer)
+        self.parts.source = source
+        if self.parts.tokenizer is None and source.task is not None:
+            self.parts.tokenizer = source.task.tokenizer()
+        kind = TRAINERS[self.arguments.trainer]
+        self._each(
+            lambda: kind.check(self.arguments.trainer, self.arguments.source, source.arguments),
+            lambda: source.check(self.training),
+        )
+        self.parts.rewards = reward_functions(self.arguments, source)
+
+    def _data(self) -> None:
+        if self.parts.source is not None:
+            self.parts.train = train_dataset(self.arguments, self.training, self.parts.source)
+            self.parts.evaluation = eval_dataset(self.arguments, self.training, self.parts.source)
+
+    def _trainer(self) -> None:
+        parts = self.parts
+        if parts.source is None or parts.tokenizer is None or parts.rewards is None:
+            return  # what is missing was refused already
+        if parts.train is None and not parts.source.plays_itself:
+            return
+        kind = TRAINERS[self.arguments.trainer]
+        with without_weights(), torch.device("meta"):
+            policy = find_policy(self.arguments, self.training, self.model, parts.tokenizer)
+        training = self.training
+        before = {name: getattr(training, name) for name in ("use_vllm", "output_dir")}
+        training.use_vllm = False  # the constructor would talk to the server
+        try:
+            with without_weights(), tempfile.TemporaryDirectory() as training.output_dir:  # and make the folder
+                parts.trainer = kind.trainer(
+                    policy,
+                    parts.rewards,
+                    args=training,
+                    train_dataset=parts.train,
+                    eval_dataset=parts.evaluation,
+                    processing_class=parts.tokenizer,
+                    peft_config=get_peft_config(self.model),
+                    **parts.source.arguments,
+                )
+        finally:
+            for name, value in before.items():
+                setattr(training, name, value)
+        parts.trainer.use_vllm = training.use_vllm
+
+    def _processes(self) -> None:
+        """What the trainer would refuse under the backend, which this process does not have."""
+        trainer, launch, source = self.parts.trainer, self.launch, self.parts.source
+        if source is not None and source.arguments:
+            given = {"rollout_func": None, "tools": source.plays_itself, **source.arguments}
+            reason = why_not_sampled(
+                SimpleNamespace(args=self.training, use_vllm=self.training.use_vllm, **given),
+                num_processes=launch.num_processes,
+                is_fsdp=launch.backend == "FSDP2",
+                is_zero3=launch.backend == "ZeRO-3",
+            )
+            self.parts.refused += [reason] if reason else []
+        if trainer is not None:
+            self._each(
+                lambda: check_settings(AsLaunched(trainer, launch)),
+                lambda: check_experts(causal_lm_of(trainer.model), zero3=launch.backend == "ZeRO-3"),
+            )
+
+    def _plan(self) -> None:
+        parts = self.parts
+        if parts.trainer is None:
+            return
+        recorded = self.arguments.dry_run_rollouts or self.arguments.recorded_rollouts
+        if recorded:
+            given: Any = self.arguments.recorded_kwargs
+            names = {"format": "form", "samples_per": "samples_per", "group_key": "group_key"}
+            options = {names[key]: value for key, value in given.items() if key in names and value != "auto"}
+            parts.planned = file_rollouts(recorded, self.training, parts.tokenizer, options)
+        else:
+            parts.planned = made_up_rollouts(self.arguments, self.training, self._prompt_tokens())
+        placement = getattr(self.training, "tree_placement", "local")
+        together = self.launch.num_processes == 1 or hasattr(self.training, "tree_placement")
+        skips = together and self._may_skip_scoring()
+        parts.plan = plan_step(
+            parts.trainer._tree.planner,
+            parts.planned,
+            num_processes=self.launch.num_processes,
+            placement=placement,
+            skips=[True] if skips and self.launch.num_processes == 1 else sorted({skips, False}),
+        )
+
+    def _may_skip_scoring(self) -> bool:
+        """Whether a step's scoring pass is left out, as far as the settings say (docs/windows.md)."""
+        training = self.training
+        aligned = training.gradient_accumulation_steps % training.steps_per_generation == 0
+        return aligned and training.num_iterations == 1 and not training.use_vllm and training.beta == 0
+
+    def _prompt_tokens(self) -> int | None:
+        """Tokens of the longest of a few prompts, if they are texts or messages."""
+        if self.parts.train is None or self.parts.tokenizer is None or self.parts.source is None:
+            return None
+        longest = 0
+        for row in self.parts.train.take(64) if hasattr(self.parts.train, "take") else ():
+            prompt = row["prompt"]
+            if isinstance(prompt, list) and self.parts.tokenizer.chat_template:
+                ids = self.parts.tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=False)
+            else:
+                ids = self.parts.tokenizer(str(prompt))["input_ids"]
+            longest = max(longest, len(ids))
+        return longest or None
+
+    def _not_checked(self) -> Iterator[str]:
+        if self.parts.trainer is None:
+            yield "the model, its memory and the trainer's other settings, as the trainer could not be made"
+        if self.training.use_vllm:
+            server = self.training.vllm_server_base_url or self.training.vllm_server_host
+            yield f"the vLLM server ({server}): whether it is there, and right"
+        if self.training.deepspeed or self.training.fsdp:
+            yield "the recipe's keys deepspeed and fsdp: a dry run reads the backend from accelerate_config"
+        if self.launch.num_processes > 1:
+            yield "whether weights fit on the CPU while they are loaded"

@@ -1,0 +1,65 @@
+"""What `harts train` checks before a model is loaded."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+
+from harts_hf.cli.checks import check_output_folder, refuse_to_overwrite
+from harts_hf.cli.train_arguments import PolicyArguments, TrainArguments
+from harts_hf.cli.train_report import REPORT_FILES
+
+
+def check_numbers(training: Any) -> None:
+    """Raises ValueError for what the optimizer would refuse only when the training begins."""
+    for name in ("learning_rate", "weight_decay", "adam_epsilon"):
+        value = getattr(training, name)
+        if not 0 <= value < math.inf:  # NaN, too
+            raise ValueError(f"expected {name} to be a finite number of at least 0, got {value}")
+    for name in ("adam_beta1", "adam_beta2"):
+        value = getattr(training, name)
+        if not 0 <= value < 1:
+            raise ValueError(f"expected {name} in [0, 1), got {value}")
+
+
+def check_processes(arguments: TrainArguments, training: Any) -> None:
+    """Raises ValueError where another number of processes runs than the recipe is meant for.
+
+    ``accelerate launch`` starts a single one for ``distributed_type: MULTI_CPU``, whatever ``num_processes`` says.
+    """
+    wanted, running = arguments.num_processes, training.world_size
+    if wanted is not None and wanted != running:
+        file = arguments.accelerate_config or "FILE"
+        raise ValueError(
+            f"expected {wanted} processes (num_processes), got {running}: start them with `accelerate launch "
+            f"--config_file {file} -m harts_hf.cli train RECIPE` (a single one, if the file says MULTI_CPU) or "
+            f"`torchrun --nproc_per_node {wanted} -m harts_hf.cli train RECIPE`; --num_processes {running} trains "
+            "with these, on batches of another size"
+        )
+
+
+def check_folders(training: Any, model: PolicyArguments, recipe: str | None, *, makes: bool = True) -> None:
+    """Checks the output folder and the checkpoint to resume from.
+
+    Args:
+        training: the trainer's arguments.
+        model: the recipe's.
+        recipe: its file.
+        makes: whether the output folder is made.
+
+    Raises:
+        ValueError: an output that is an input, a folder that cannot be written, a checkpoint that is none.
+    """
+    refuse_to_overwrite(training.output_dir, model.model_name_or_path)
+    for name in REPORT_FILES:
+        refuse_to_overwrite(os.path.join(training.output_dir, name), recipe)
+    if makes:
+        check_output_folder("output_dir", training.output_dir)
+    checkpoint = training.resume_from_checkpoint
+    if checkpoint is not None and not (Path(checkpoint) / TRAINER_STATE_NAME).is_file():
+        raise ValueError(
+            f"expected resume_from_checkpoint to be a checkpoint's folder (with {TRAINER_STATE_NAME}), "
+            f"got {checkpoint!r}"
+        )

@@ -1,0 +1,62 @@
+"""The file of a run's logs, and the picture of its rewards."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from harts_hf.cli.output import replacing
+
+# First and last mean reward are taken over so many steps.
+WINDOW = 20
+
+
+def cut_metrics(path: Path, step: int) -> list[dict[str, Any]]:
+    """Leaves the entries up to a step in a file, and returns them."""
+    entries = [entry for entry in _read_metrics(path) if entry["step"] <= step]
+    with replacing(path) as new:
+        new.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return entries
+
+
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The entries of a file, if there is one, up to the first line that is none of ours or was not finished."""
+    entries: list[dict[str, Any]] = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if not isinstance(entry, dict) or not {"step", "seconds"} <= entry.keys():
+            break
+        entries.append(entry)
+    return entries
+
+
+def rewards_of(entries: list[dict[str, Any]]) -> np.ndarray:
+    """``[len(entries)]`` float64, NaN for a log in which no completion could be scored (TRL logs None)."""
+    return np.array([entry["reward"] for entry in entries], np.float64)
+
+
+def shown(reward: float | None, width: int = 0) -> str:
+    """A mean reward as progress lines have it, at least ``width`` characters wide."""
+    return "none".rjust(width) if reward is None else f"{reward:{width}.3f}"
+
+
+def plot_reward(entries: list[dict[str, Any]], path: Path) -> None:
+    """Draws the rewards of logs, and their running mean, into a picture."""
+    steps = np.array([entry["step"] for entry in entries])
+    rewards = rewards_of(entries)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, rewards, color="#30638e", alpha=0.35, linewidth=1, label="mean reward at each log")
+    known = steps[~np.isnan(rewards)]
+    smooth = [np.nanmean(rewards[(steps > step - WINDOW) & (steps <= step)]) for step in known]
+    axes.plot(known, smooth, color="#d1495b", linewidth=2, label=f"mean of the last {WINDOW} steps")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("reward")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
