@@ -50,10 +50,10 @@ def build_trainer(folder: Path, rollouts: Any, *, family: str = FAMILY, **option
     return trainer
 
 
-def train(trainer: Any) -> dict[str, torch.Tensor]:
-    """Trains; the parameters afterwards."""
+def train(trainer: Any, *, resume: str | None = None) -> dict[str, torch.Tensor]:
+    """Trains, from a checkpoint if ``resume`` names one; the parameters afterwards."""
     with float64_everywhere(trainer.model), float64_everywhere(trainer.value_model or trainer.model):
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
