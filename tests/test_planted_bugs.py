@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import planted, planted_windows
+from support import planted, planted_ranks, planted_windows
 
 from harts_hf.modeling.handoff import HandoffError
 
@@ -75,6 +75,14 @@ def window(
     """Caught by the fp64 comparison of a tree that is cut into trunks inside trunks."""
     arguments = {"family": "qwen3_5_text", "execution": "replay"}
     return Case(plant=plant, file=WINDOWS, test=test, arguments=arguments, failure=failure, **options)
+
+
+def ranks(plant: Callable[[Any], None], name: str = "actor_critic") -> Case:
+    """Caught by the fp64 comparison of the gradients of two ranks that share one forest."""
+    arguments = {"name": name, "count": 2}
+    return Case(
+        plant=plant, file="runtime/test_ranks.py", test="test_one_forest", arguments=arguments, failure=WRONG_GRADIENT
+    )
 
 
 CASES = [
@@ -179,6 +187,17 @@ CASES = [
         test="test_overflowing_logits_of_a_trunk_without_loss",
         arguments={"execution": "replay", "signs": (1.0, -1.0)},
         failure="a gradient that is not finite",
+    ),
+    ranks(planted_ranks.coefficients_of_one_rank),
+    ranks(planted_ranks.values_of_a_rank_missing),
+    ranks(planted_ranks.own_trajectories_first),
+    ranks(planted_ranks.sums_of_one_rank, "sums"),
+    Case(
+        plant=planted_ranks.dummies_left_out,
+        file="runtime/test_outputs.py",
+        test="test_every_backward_touches_every_parameter",
+        arguments={"family": "qwen3_5_text"},
+        failure=r"assert len\(touched\) == 12|12 >",
     ),
 ]
 

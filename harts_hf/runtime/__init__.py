@@ -3,7 +3,7 @@
 from harts_hf.runtime.functional import tree_logprobs, window_logprobs, window_values
 from harts_hf.runtime.guard import ModelChangedError
 from harts_hf.runtime.planning import WindowPlanner
-from harts_hf.runtime.ranks import Ranks
+from harts_hf.runtime.ranks import OtherRankError, Ranks
 from harts_hf.runtime.run import RunOptions, WindowRun
 from harts_hf.runtime.update import SliceRows, TreeUpdate, UpdateReport
 from harts_hf.runtime.values import TreeValues
@@ -11,6 +11,7 @@ from harts_hf.runtime.window import TreeWindow
 
 __all__ = [
     "ModelChangedError",
+    "OtherRankError",
     "Ranks",
     "RunOptions",
     "SliceRows",

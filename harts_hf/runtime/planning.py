@@ -11,6 +11,7 @@ from harts_hf.errors import HartsWarning
 from harts_hf.planner import LimitError, PlannerConfig
 from harts_hf.planner.config import Execution
 from harts_hf.runtime.window import TreeWindow
+from harts_hf.tree import RolloutTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +26,8 @@ class WindowPlanner:
     config: PlannerConfig = field(default_factory=PlannerConfig)
     vocab_size: int | None = None
 
-    def __call__(self, trajectories: Sequence[ArrayLike]) -> TreeWindow:
-        """Plans one window.
+    def __call__(self, trajectories: Sequence[ArrayLike] | RolloutTree, *, rank: int | None = None) -> TreeWindow:
+        """Plans one window; ``rank`` says which rank's microbatches of a plan for several run here.
 
         Limits of memory that no schedule of these trajectories can meet are raised to the smallest that work, with a
         :class:`HartsWarning`: the longest trajectory to come is not known when a training starts, and should not end
@@ -36,11 +37,12 @@ class WindowPlanner:
             ValueError: no trajectory, an empty one, or token ids outside the vocabulary.
         """
         try:
-            return TreeWindow(trajectories, self.config, vocab_size=self.vocab_size)
+            return TreeWindow(trajectories, self.config, vocab_size=self.vocab_size, rank=rank)
         except LimitError as error:
             warnings.warn(f"{error}; this window runs with that", HartsWarning, stacklevel=2)
             raised: Any = error.needed
-            return TreeWindow(trajectories, replace(self.config, **raised), vocab_size=self.vocab_size)
+            config = replace(self.config, **raised)
+            return TreeWindow(trajectories, config, vocab_size=self.vocab_size, rank=rank)
 
     def with_execution_chosen(self, *, can_skip_scoring: bool) -> "WindowPlanner":
         """The planner with another execution than "auto".

@@ -1,9 +1,9 @@
 """Runs the schedule of a window: scoring, and forwards and backwards in the planned order."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -11,9 +11,10 @@ from torch import nn
 from harts_hf.batch import LabelTable, RowTable, TreeBatch
 from harts_hf.modeling import ENTROPY, HEAD_VALUES, LOG_PROB, TreeAnswer, TreePass, Wanted
 from harts_hf.modeling.handoff import Handoff
-from harts_hf.planner.execution import DUMMY, Op
+from harts_hf.planner.execution import DUMMY
 from harts_hf.runtime.guard import ModelGuard
 from harts_hf.runtime.lives import count_readers, handoff_lives
+from harts_hf.runtime.ops import Mode, ops_of
 from harts_hf.runtime.ranks import Ranks
 from harts_hf.runtime.values import TreeValues, asked
 from harts_hf.runtime.window import TreeWindow
@@ -66,9 +67,15 @@ class WindowRun:
         model: a patched model, wrapped or not; called through its root.
         window: on the model's device.
         options: how forwards run.
-        ranks: the processes; a collective is run at once if there are several.
+        ranks: the processes; a collective is run at once if there are several that plan their own.
         mode: "train" for :meth:`score` and :meth:`backward`; "score" for :meth:`score` alone; "unscored" for
             :meth:`backward_unscored` alone.
+
+    Of a plan for several ranks, values are those of the rows that this rank owns, 0 elsewhere, and sums theirs alone:
+    whoever runs it adds them up. Coefficients are those of all ranks' losses.
+
+    Raises:
+        ValueError: a mode that the plan's execution does not have, or a plan for other processes than these.
     """
 
     def __init__(
@@ -78,7 +85,7 @@ class WindowRun:
         options: RunOptions | None = None,
         *,
         ranks: Ranks | None = None,
-        mode: Literal["train", "score", "unscored"] = "train",
+        mode: Mode = "train",
     ) -> None:
         self.model, self.window = model, window
         self.options, self.ranks = options or RunOptions(), ranks or Ranks()
@@ -86,11 +93,9 @@ class WindowRun:
             count_readers(window.batches), offload=self.options.offload, expand_latents=self.options.expand_latents
         )
         self._differences: list[torch.Tensor] = []
-        own = len(window.batches)
-        count = None if self.ranks.count == 1 else self.ranks.agree(own)[0]
-        self._ops, self._num_scoring = _ops_of(window, mode, count)
+        self._ops, self._num_scoring = ops_of(window, mode, self.ranks)
         self._lives = handoff_lives(self._ops, window.batches)
-        self._answers: dict[int, _Answered] = {}
+        self._answers: dict[int, list[_Answered]] = {}  # of dummies, several at a time
         self._scores: TreeValues | None = None
         self._mode = mode
         self._begun: set[str] = set()
@@ -107,13 +112,19 @@ class WindowRun:
         """
         self._begin("score", ("train", "score"))
         scores: TreeValues | None = None
+        scored: set[int] = set()
         for position in range(self._num_scoring):
             kind, index = self._ops[position]
             batch = self._batch(index)
+            if index in scored:  # a second S, for what it hands over, while other ranks are scoring yet
+                self._forward(position, names, _none_of(batch.labels), _none_of(batch.owned))
+                continue
             answered = self._forward(position, names, batch.labels, batch.owned)
             scores = self._with(scores, answered, names)
             if kind == "F":
-                self._answers[index] = answered
+                self._answers.setdefault(index, []).append(answered)
+            if index != DUMMY:
+                scored.add(index)
         self._scores = scores
         return self.scores
 
@@ -180,32 +191,42 @@ class WindowRun:
         scored = self._scores is not None
         if self._guard is not None:
             self._guard.check_all()
-        together = ExitStack()
         for position in range(self._num_scoring, len(self._ops)):
             kind, index = self._ops[position]
             batch = self._batch(index)
             if kind == "S":  # only for what it hands over
                 self._forward(position, names, _none_of(batch.labels), _none_of(batch.owned))
             elif kind == "F":
-                if self._ops[position + 1] == ("B", index):
-                    is_last = position + 2 == len(self._ops)
-                    together.enter_context(self.ranks.around(self.model, is_last))
                 labels = batch.labels.select(asked(wanted, batch.labels.tree_rows, of_labels=True))
                 rows = batch.owned.select(asked(wanted, batch.owned.tree_rows, of_labels=False))
                 answered = self._forward(position, names, labels, rows)
-                self._answers[index] = answered
+                self._answers.setdefault(index, []).append(answered)
                 if not scored:
                     self._scores = self._with(self._scores, answered, names)
             else:
-                answered = self._answers.pop(index)
+                answered = self._answers[index].pop()
                 if scored:
                     self._compare(answered)
                 self._check_model()
-                (backward or self.ranks.backward)(_inner_product(answered, coefficients))
+                self._backward(position, answered, coefficients, backward)
                 del answered  # what is left of its graph
-                together.close()
                 self._drop(position)
                 self.handoff.free(index)
+
+    def _backward(
+        self, position: int, answered: _Answered, coefficients: TreeValues, backward: Backward | None
+    ) -> None:
+        _, index = self._ops[position]
+        is_last, follows = position + 1 == len(self._ops), self._ops[position - 1] == ("F", index)
+        outputs = [*answered.answer["rows"].values(), *answered.answer["sums"].values()]
+        with self.ranks.around_backward(self.model, outputs, is_last=is_last, follows=follows):
+            (backward or self.ranks.backward)(_inner_product(answered, coefficients))
+
+    def _around(self, position: int) -> AbstractContextManager[object]:
+        kind, index = self._ops[position]
+        if kind != "F":
+            return nullcontext()
+        return self.ranks.around_forward(self.model, syncs=self._ops[position + 1 :] == [("B", index)])
 
     def _forward(self, position: int, names: tuple[str, ...], labels: LabelTable, rows: RowTable) -> _Answered:
         kind, index = self._ops[position]
@@ -223,7 +244,7 @@ class WindowRun:
         # Triton launches on the current GPU, wherever its arguments are (autograd sets it for backwards itself).
         on_device = torch.cuda.device_of(batch.input_ids)
         try:
-            with on_device, torch.set_grad_enabled(kind == "F"), options.context():
+            with self._around(position), on_device, torch.set_grad_enabled(kind == "F"), options.context():
                 model = self.model if kind == "F" else self.ranks.scoring_model(self.model)
                 answer: TreeAnswer = model(harts=tree_pass)
         finally:
@@ -282,31 +303,6 @@ class WindowRun:
                 )
             scores.sums[name] += value
         return scores
-
-
-def _ops_of(window: TreeWindow, mode: str, count: int | None) -> tuple[list[Op], int]:
-    """The ops of a run, and how many of them are the scoring pass.
-
-    Unless a run is unscored, the first forward of each microbatch comes first and scores it.
-    """
-    schedule, own = window.schedule, len(window.batches)
-    dummies = 0 if count is None else count - own
-    scoring: list[Op] = [("S", index) for index in range(own)] + [("S", DUMMY)] * dummies
-    if mode == "score":
-        return scoring, len(scoring)
-    planned = schedule.ops(dummies=False)
-    if count is not None:
-        if schedule.execution != "replay":
-            raise ValueError(f"expected the replay execution with several ranks, got {schedule.execution}")
-        filling: list[Op] = [("F", DUMMY), ("B", DUMMY)] * dummies
-        return scoring + filling + planned[own:], len(scoring)
-    if own == 1:  # one graph is alive in any case, so scoring apart would only cost a forward
-        return [("F", 0), ("B", 0)], int(mode == "train")
-    if mode == "unscored":
-        if schedule.execution != "nested":
-            raise ValueError(f"expected the nested execution without a scoring pass, got {schedule.execution}")
-        return planned, 0
-    return scoring + planned if schedule.execution == "nested" else planned, own
 
 
 @torch.enable_grad()  # a backward of autograd runs without

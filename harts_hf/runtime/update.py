@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from harts_hf.modeling import LABEL_VALUES, LOG_PROB, WITHOUT_GRADIENT
+from harts_hf.runtime.exchange import add_up_values, any_of_ranks
 from harts_hf.runtime.leaves import check_reach, collect, placeholders, spread
+from harts_hf.runtime.ops import Mode
+from harts_hf.runtime.placing import PLACEMENTS, Placement, PlacementChoice, place
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.ranks import Ranks
 from harts_hf.runtime.run import RunOptions, WindowRun
@@ -50,22 +53,27 @@ class UpdateReport:
 
     Attributes:
         loss: the sum of the slices' losses, detached.
-        window: what was planned and run.
+        window: what was planned and run; in global placement the same forest and schedule on all ranks.
+        placement: "global" if the window holds all ranks' trajectories, "local" if this rank's own.
         limits_raised: whether a limit of the plan could not be kept.
         scoring_skipped: whether the scoring pass of a cut plan was left out. (A window of one microbatch has none: its
             one forward scores and trains.)
         scoring_needed_by: what made one necessary; None where nothing did.
         recompute_difference: the largest difference of a log-prob computed again from its score.
-        seconds: of ``planning``, ``scoring``, ``backward``.
+        seconds: of ``planning``, ``scoring``, ``backward``; on several ranks, ``exchange`` is the part of them in
+            which ranks exchanged numbers and waited for one another outside forwards and backwards.
+        exchanged_bytes: what this rank got from the others: token ids, values, coefficients.
     """
 
     loss: torch.Tensor
     window: TreeWindow
+    placement: Placement
     limits_raised: bool
     scoring_skipped: bool
     scoring_needed_by: str | None
     recompute_difference: float
     seconds: dict[str, float] = field(default_factory=dict)
+    exchanged_bytes: int = 0
 
 
 class TreeUpdate:
@@ -77,6 +85,11 @@ class TreeUpdate:
         options: how forwards run.
         ranks: the processes of the training.
         device: where windows are computed; where the model's first parameter is if None.
+        placement: on several processes, whether the trajectories of all of them make one forest that they share
+            ("global"), each computes its own ("local"), or what the cost model estimates to be faster ("auto").
+
+    Raises:
+        ValueError: another placement, or a planner for several ranks.
     """
 
     def __init__(
@@ -87,15 +100,31 @@ class TreeUpdate:
         *,
         ranks: Ranks | None = None,
         device: torch.device | str | None = None,
+        placement: PlacementChoice = "auto",
     ) -> None:
+        if placement not in PLACEMENTS:
+            raise ValueError(f"expected placement to be one of {', '.join(PLACEMENTS)}, got {placement!r}")
+        if planner.config.world_size != 1:
+            raise ValueError(
+                "expected a planner for one rank (world_size=1; TreeUpdate plans for as many as there are), got "
+                f"world_size={planner.config.world_size}"
+            )
+        self.placement: PlacementChoice = placement
         self.model, self.planner, self.options = model, planner, options or RunOptions()
         self.ranks = ranks or Ranks()
         self.device = next(model.parameters()).device if device is None else device
 
     def score(self, rows: SliceRows, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Values of one slice in the shapes of its index, without gradients."""
-        window, (index,) = self._plan(self.planner, [rows])
-        scores = self._run(window, "score").score(names)
+        """Values of one slice in the shapes of its index, without gradients.
+
+        On several processes, each scores its own, in as many forwards as the one that has most.
+        """
+        with self.ranks.together():
+            trajectories = rows.trajectories()
+            window = self.planner(trajectories or [rows.stand_in()])
+            index = rows.index([window.tree.path(number) for number in range(len(trajectories))])
+        with self._together_if_alone():
+            scores = self._run(window.to(self.device), "score").score(names)
         return {name: spread(scores.rows[name], index[name]) for name in names}
 
     def run(
@@ -121,17 +150,22 @@ class TreeUpdate:
             names: of the values and sums that the loss reads.
             unscored: whether the loss's derivatives can be known without the values: "always", where they depend on
                 none (supervised training); "never"; or "probe", where they are believed not to, which is then tried on
-                placeholders. If they can be, and the plan is cut, in the nested execution and one process, the scoring
-                pass is left out.
+                placeholders. If they can be, on every process, and the plan is cut, in the nested execution, the
+                scoring pass is left out.
             reason: why they cannot be, for the report, where ``unscored`` is "never".
             probing: entered around calls of the loss whose value nobody wants.
             loss_device: where the values that the loss gets lie; where windows are computed if None. Losses of a few
                 numbers per token are faster on the CPU than by a hundred launches each.
 
+        On several processes every one has equally many slices, whose losses all run in the same order; gradients are
+        those of the mean over processes, as the wrapper of the model takes it.
+
         Raises:
-            ValueError: no slices, a name that the slices' index lacks, sums on several processes, a loss that
-                reaches trainable tensors other than its values or depends on none of them, trajectories that cannot be
-                planned; after the backward, a loss with ``unscored="always"`` whose derivatives depend on values.
+            ValueError: no slices, a name that the slices' index lacks, a loss that reaches trainable tensors other
+                than its values or depends on none of them, trajectories that cannot be planned, sums in local
+                placement on several processes; after the backward, a loss with ``unscored="always"`` whose
+                derivatives depend on values.
+            OtherRankError: another process raised any of these, or another error outside a forward or backward.
         """
         if not slices:
             raise ValueError("expected at least one slice, got none")
@@ -140,86 +174,137 @@ class TreeUpdate:
                 f"expected a tuple of names and unscored to be one of {', '.join(get_args(Unscored))}, got {names!r} "
                 f"and {unscored!r}"
             )
-        started = time.perf_counter()
-        needed_by = "several_processes" if self.ranks.count > 1 else reason if unscored == "never" else None
-        planner = self.planner.with_execution_chosen(can_skip_scoring=needed_by is None)
-        window, indices = self._plan(planner, [rows_of(one) for one in slices])
+        ranks, started = self.ranks, time.perf_counter()
+        bytes_before, seconds_before = ranks.exchanged_bytes, ranks.exchange_seconds
+        with ranks.together():
+            rows = [rows_of(one) for one in slices]
+            trajectories = [_checked(one.trajectories()) for one in rows]
+        needed_by = self._agreed_reason(reason if unscored == "never" else "", len(slices))
+        placed = place(
+            self.planner,
+            [tokens for part in trajectories for tokens in part],
+            rows[0].stand_in,
+            ranks,
+            choice=self.placement,
+            can_skip_scoring=needed_by is None,
+            names=names,
+        )
+        window = placed.window.to(self.device)
         seconds = {"planning": time.perf_counter() - started}
-        missing = [name for name in names if name not in indices[0]]
-        if missing and unscored != "never":
-            raise ValueError(
-                f"expected names that the slices' index has with unscored={unscored!r}, got {', '.join(missing)} "
-                f"besides {', '.join(indices[0])} (sums are known after scoring only)"
-            )
-        if missing and self.ranks.count > 1:
-            raise ValueError(f"expected values per row with several processes, got the sums {', '.join(missing)}")
+        with ranks.together():
+            paths = iter([window.tree.path(placed.first + number) for number in range(sum(map(len, trajectories)))])
+            indices = [one.index([next(paths) for _ in part]) for one, part in zip(rows, trajectories, strict=True)]
+            missing = [name for name in names if name not in indices[0]]
+            if missing and unscored != "never":
+                raise ValueError(
+                    f"expected names that the slices' index has with unscored={unscored!r}, got {', '.join(missing)} "
+                    f"besides {', '.join(indices[0])} (sums are known after scoring only)"
+                )
+            if missing and ranks.count > 1 and placed.placement == "local":
+                raise ValueError(
+                    "expected values per row with several processes in local placement, got the sums "
+                    f"{', '.join(missing)}: use placement='global'"
+                )
         job = _Job(
             slices, indices, loss, names, window, self._like(), self.device if loss_device is None else loss_device
         )
+        shared = ranks if placed.placement == "global" else Ranks()
         coefficients = None
-        if needed_by is None and window.schedule.execution == "nested" and len(window.batches) > 1:
-            with probing():
-                coefficients = job.coefficients_of_placeholders(compare=unscored == "probe")
+        if needed_by is None and window.schedule.execution == "nested" and self._is_cut(window):
+            coefficients = self._known_coefficients(job, shared, probing, compare=unscored == "probe")
             needed_by = None if coefficients is not None else "loss_of_log_probs"
         if coefficients is None:
-            total, difference = self._scored(job, seconds)
+            total, difference = self._scored(job, shared, seconds)
         else:
-            total, difference = self._unscored(job, coefficients, seconds, on_trust=unscored == "always"), 0.0
+            total = self._unscored(job, shared, coefficients, seconds, on_trust=unscored == "always")
+            difference = 0.0
+        if ranks.count > 1:
+            seconds["exchange"] = ranks.exchange_seconds - seconds_before
         return UpdateReport(
             loss=total.to(self.device),
             window=window,
-            limits_raised=window.schedule.config != planner.config,
+            placement=placed.placement,
+            limits_raised=window.schedule.config != placed.planner.config,
             scoring_skipped=coefficients is not None,
             scoring_needed_by=needed_by,
             recompute_difference=difference,
             seconds=seconds,
+            exchanged_bytes=ranks.exchanged_bytes - bytes_before,
         )
+
+    def _agreed_reason(self, own: str, num_slices: int) -> str | None:
+        """Why scores are needed: the first reason of any rank, since all have to call their losses equally often."""
+        if self.ranks.count == 1:
+            return own or None
+        found = self.ranks.gather(int(bool(own)), num_slices, PLACEMENTS.index(self.placement))
+        if len({numbers[1:] for numbers in found}) > 1:
+            listed = ", ".join(f"{number} and {PLACEMENTS[choice]}" for _, number, choice in found)
+            raise ValueError(f"expected the same number of slices and placement on every process, got {listed}")
+        return next(filter(None, self.ranks.gather_texts(own))) if any(one for one, *_ in found) else None
+
+    def _is_cut(self, window: TreeWindow) -> bool:
+        """Whether any rank has several microbatches."""
+        return self.ranks.agree(len(window.batches))[0] > 1
+
+    def _known_coefficients(
+        self, job: "_Job", shared: Ranks, probing: Callable[[], AbstractContextManager[object]], *, compare: bool
+    ) -> TreeValues | None:
+        """The derivatives of all losses on the window before any value is known, or None on every rank."""
+        with self.ranks.together(), probing():
+            found = job.coefficients_of_placeholders(compare=compare)
+        (unknown,) = self.ranks.agree(int(found is None))
+        if unknown or found is None:
+            return None
+        return _without_zeros(add_up_values(found, shared))
+
+    def _together_if_alone(self) -> AbstractContextManager[object]:
+        """Around forwards without gradients: where ranks do not wait for one another in them, they meet afterwards."""
+        return nullcontext() if self.ranks.forwards_meet else self.ranks.together()
 
     def _like(self) -> torch.Tensor:
         """A tensor of the dtype and device of the model's values."""
         dtype = next(self.model.parameters()).dtype
         return torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=self.device)
 
-    def _plan(self, planner: WindowPlanner, rows: Sequence[SliceRows]) -> tuple[TreeWindow, list[Index]]:
-        trajectories = [one.trajectories() for one in rows]
-        together = [tokens for part in trajectories for tokens in part]
-        window = planner(together or [rows[0].stand_in()])
-        paths = iter([window.tree.path(number) for number in range(len(together))])
-        indices = [one.index([next(paths) for _ in part]) for one, part in zip(rows, trajectories, strict=True)]
-        return window.to(self.device), indices
-
-    def _run(self, window: TreeWindow, mode: Literal["train", "score", "unscored"]) -> WindowRun:
+    def _run(self, window: TreeWindow, mode: Mode) -> WindowRun:
         return WindowRun(self.model, window, self.options, ranks=self.ranks, mode=mode)
 
-    def _scored(self, job: "_Job", seconds: dict[str, float]) -> tuple[torch.Tensor, float]:
+    def _scored(self, job: "_Job", shared: Ranks, seconds: dict[str, float]) -> tuple[torch.Tensor, float]:
         started = time.perf_counter()
         run = self._run(job.window, "train")
-        scores = run.score(job.names)
+        with self._together_if_alone():
+            scores = run.score(job.names)
+        scores = add_up_values(scores, shared)
         seconds["scoring"] = time.perf_counter() - started
-        total, coefficients = job.loss_and_coefficients(scores)
+        with self.ranks.together():
+            total, coefficients = job.loss_and_coefficients(scores)
+        coefficients = add_up_values(coefficients, shared)
         started = time.perf_counter()
         run.backward(coefficients)
         seconds["backward"] = time.perf_counter() - started
         return total, run.recompute_difference
 
     def _unscored(
-        self, job: "_Job", coefficients: TreeValues, seconds: dict[str, float], *, on_trust: bool
+        self, job: "_Job", shared: Ranks, coefficients: TreeValues, seconds: dict[str, float], *, on_trust: bool
     ) -> torch.Tensor:
         """The schedule with coefficients that are known before, then the loss on the true values."""
         started = time.perf_counter()
-        scores = self._run(job.window, "unscored").backward_unscored(coefficients, job.wanted())
+        run = self._run(job.window, "unscored")
+        scores = add_up_values(run.backward_unscored(coefficients, any_of_ranks(job.wanted(), shared)), shared)
+        seconds |= {"scoring": 0.0}
         if on_trust:
-            total, found = job.loss_and_coefficients(scores)
-            for name, value in found.rows.items():
+            with self.ranks.together():
+                total, found = job.loss_and_coefficients(scores)
+            for name, value in add_up_values(found, shared).rows.items():
                 if not torch.allclose(value, coefficients.rows.get(name, torch.zeros_like(value)), rtol=1e-4):
                     raise ValueError(
                         f"expected a loss whose derivatives by {name} depend on no value (unscored='always'), got "
                         "others on true values: the gradients that were added are wrong; use 'never' or 'probe'"
                     )
         else:
-            with torch.no_grad():
+            with self.ranks.together(), torch.no_grad():
                 total = torch.stack(job.losses(job.leaves(scores))).sum()
-        seconds |= {"scoring": 0.0, "backward": time.perf_counter() - started}
+        seconds |= {"backward": time.perf_counter() - started}
         return total
 
 
@@ -298,15 +383,17 @@ class _Job:
             compare: whether that is tried; if not, they are taken at the first placeholders as they are.
         """
         first: TreeValues | None = None
+        known = True
+        # The loss of every placeholder, even where the first says it all: ranks have to call theirs equally often.
         for values in placeholders(self.names, self.window.tree.num_tokens, self.like.to(self.loss_device)):
             _, found = self.loss_and_coefficients(values)
-            found = found.without(name for name, value in found.rows.items() if name != LOG_PROB and not value.any())
             if not compare:
                 return found
-            if found.names != (LOG_PROB,) or not torch.equal((first or found).rows[LOG_PROB], found.rows[LOG_PROB]):
-                return None
-            first = found
-        return first
+            found = _without_zeros(found)
+            known = known and found.names == (LOG_PROB,)
+            known = known and torch.equal((first or found).rows[LOG_PROB], found.rows[LOG_PROB])
+            first = first or found
+        return first if known else None
 
     def wanted(self) -> dict[str, torch.Tensor]:
         """By name, ``[N]`` bool, rows whose values the loss reads."""
@@ -317,3 +404,17 @@ class _Job:
                 mask[index[name][index[name] >= 0]] = True
             found[name] = torch.from_numpy(mask).to(self.like.device)
         return found
+
+
+def _without_zeros(coefficients: TreeValues) -> TreeValues:
+    """Without those by values other than log-probs that are 0, which would be paid for."""
+    return coefficients.without(n for n, value in coefficients.rows.items() if n != LOG_PROB and not value.any())
+
+
+def _checked(trajectories: list[IntArray]) -> list[IntArray]:
+    """Before other ranks see them."""
+    for tokens in trajectories:
+        array = np.asarray(tokens)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ValueError(f"expected trajectories as 1-D integer arrays, got {array.dtype} of shape {array.shape}")
+    return trajectories

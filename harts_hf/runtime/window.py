@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -20,24 +21,33 @@ class TreeWindow:
     """Everything that one optimizer step computes on trajectories.
 
     Args:
-        trajectories: 1-D integer arrays of token ids; at least one, none empty.
+        trajectories: 1-D integer arrays of token ids; at least one, none empty. Or their tree.
         planner: limits; the defaults if None.
         vocab_size: if given, token ids are checked against it.
+        rank: of a plan for several ranks, the one whose microbatches run here; every rank has to hold the same
+            trajectories, in the same order.
 
     Attributes:
         rollout_tree: the prefix tree of the trajectories.
-        schedule: the plan.
+        schedule: the plan, of all ranks.
         tree: the tree that the plan's rows refer to: ``rollout_tree``, or, where the plan shares nothing, every
             trajectory on rows of its own.
+        rank: the one whose microbatches are :attr:`batches`; None for a plan for one rank.
 
     Raises:
-        ValueError: no trajectory, an empty one, token ids outside the vocabulary, or a plan for several ranks.
+        ValueError: no trajectory, an empty one, token ids outside the vocabulary, or a plan for several ranks without
+            a rank of it.
     """
 
     def __init__(
-        self, trajectories: Sequence[ArrayLike], planner: PlannerConfig | None = None, *, vocab_size: int | None = None
+        self,
+        trajectories: Sequence[ArrayLike] | RolloutTree,
+        planner: PlannerConfig | None = None,
+        *,
+        vocab_size: int | None = None,
+        rank: int | None = None,
     ) -> None:
-        tree = RolloutTree.from_trajectories(trajectories)
+        tree = trajectories if isinstance(trajectories, RolloutTree) else RolloutTree.from_trajectories(trajectories)
         if vocab_size is not None and tree.token_ids.max() >= vocab_size:
             token = int(tree.token_ids.max())
             index = next(i for i in range(tree.num_trajectories) if token in tree.token_ids[tree.path(i)])
@@ -46,20 +56,22 @@ class TreeWindow:
             )
         self.rollout_tree = tree
         planner = planner or PlannerConfig()
-        _check_world_size(planner)
+        self.rank = _checked_rank(planner, rank)
         self.schedule: Schedule = plan_window(tree, planner)
         self.tree = self.schedule.tree
         self._warn_oversized()
 
     @classmethod
-    def from_schedule(cls, trajectories: Sequence[ArrayLike], schedule: Schedule) -> "TreeWindow":
+    def from_schedule(
+        cls, trajectories: Sequence[ArrayLike], schedule: Schedule, *, rank: int | None = None
+    ) -> "TreeWindow":
         """A window with a schedule of one's own.
 
         Raises:
-            ValueError: a schedule for another tree, or for several ranks.
+            ValueError: a schedule for another tree, or for several ranks without a rank of it.
         """
-        _check_world_size(schedule.config)
         window = cls.__new__(cls)
+        window.rank = _checked_rank(schedule.config, rank)
         window.rollout_tree = RolloutTree.from_trajectories(trajectories)
         window.schedule, window.tree = schedule, schedule.tree
         theirs = [schedule.tree.token_ids[schedule.tree.path(i)] for i in range(schedule.tree.num_trajectories)]
@@ -70,10 +82,20 @@ class TreeWindow:
                 raise ValueError(f"expected a schedule for these trajectories, got another trajectory {index}")
         return window
 
+    @property
+    def is_of_all_ranks(self) -> bool:
+        """Whether the plan is for several ranks, of which this is one."""
+        return self.rank is not None
+
+    @cached_property
+    def part(self) -> Schedule:
+        """What runs here: the schedule, or of a plan for several ranks this rank's microbatches, numbered from 0."""
+        return self.schedule if self.rank is None else _part_of(self.schedule, self.rank)
+
     @cached_property
     def batches(self) -> list[TreeBatch]:
-        """The microbatches as tensors, in the order of ``schedule.microbatches``."""
-        return build_batches(self.schedule)
+        """The microbatches that run here as tensors, in the order of ``part.microbatches``; none on an idle rank."""
+        return build_batches(self.part) if self.part.microbatches else []
 
     @cached_property
     def dummy(self) -> TreeBatch:
@@ -106,10 +128,32 @@ class TreeWindow:
         return self.tree.path(index)[1:]
 
 
-def _check_world_size(planner: PlannerConfig) -> None:
-    """A plan for several ranks has microbatches that nothing here would run: values and gradients would lack them."""
-    if planner.world_size != 1:
+def _checked_rank(planner: PlannerConfig, rank: int | None) -> int | None:
+    """A plan for several ranks has microbatches that run elsewhere: without them, gradients would be wrong."""
+    if rank is None and planner.world_size != 1:
         raise ValueError(
-            f"expected a plan for one rank (world_size=1), got world_size={planner.world_size}: each process runs a "
-            "plan of its own trajectories"
+            f"expected a plan for one rank (world_size=1), got world_size={planner.world_size}: only TreeUpdate runs "
+            "plans for several ranks, on as many processes"
         )
+    if rank is not None and not 0 <= rank < planner.world_size:
+        raise ValueError(f"expected rank in [0, {planner.world_size}), got {rank}")
+    return None if planner.world_size == 1 else rank
+
+
+def _part_of(schedule: Schedule, rank: int) -> Schedule:
+    """The schedule of a rank alone: it owns some of the tree's rows, so it would not prove valid."""
+    own = [microbatch for microbatch in schedule.microbatches if microbatch.rank == rank]
+    number = {microbatch.id: index for index, microbatch in enumerate(own)}
+    microbatches = tuple(
+        Microbatch.from_spans(
+            id=index,
+            row_spans=microbatch.row_spans,
+            owned_spans=microbatch.owned_spans,
+            prefix_spans=microbatch.prefix_spans,
+            trunks=tuple(number[trunk] for trunk in microbatch.trunks),
+        )
+        for index, microbatch in enumerate(own)
+    )
+    ops = tuple((kind, number[index]) for kind, index in schedule.ops(rank, dummies=False))
+    config = replace(schedule.config, world_size=1)
+    return replace(schedule, microbatches=microbatches, rank_ops=(ops,), config=config, accounts=None)

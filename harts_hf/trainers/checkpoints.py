@@ -22,9 +22,9 @@ class Facts:
         world_size: number of processes.
         batch_size: rows of a micro-step on one process.
         gradient_accumulation_steps: micro-steps of an optimizer step.
-        steps_per_generation: slices of a generation batch.
+        steps_per_generation: slices of a generation batch; of supervised training, those of an optimizer step.
         num_iterations: how often each slice is trained on.
-        num_generations: rollouts of a prompt.
+        num_generations: rollouts of a prompt; of supervised training, 1.
     """
 
     backend: str
@@ -55,9 +55,9 @@ class Facts:
             world_size=trainer.accelerator.num_processes,
             batch_size=args.per_device_train_batch_size,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
-            steps_per_generation=args.steps_per_generation,
+            steps_per_generation=getattr(args, "steps_per_generation", args.gradient_accumulation_steps),
             num_iterations=getattr(args, "num_iterations", 1),
-            num_generations=args.num_generations,
+            num_generations=getattr(args, "num_generations", 1),
         )
 
 

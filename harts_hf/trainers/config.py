@@ -11,6 +11,7 @@ from harts_hf.planner.config import ExecutionChoice, Sharing
 from harts_hf.rollouts.credit import TREE_CREDITS
 from harts_hf.rollouts.engines.vllm_probe import DEFAULT_MAX_GAP
 from harts_hf.rollouts.engines.vllm_server import ServerOptions
+from harts_hf.runtime.placing import PLACEMENTS
 
 CREDITS = ("trajectory", *TREE_CREDITS)
 EPISODE_WEIGHTS = ("sample", "episode")
@@ -32,7 +33,12 @@ class TreeOptions:
         tree_execution (`str`, *optional*, defaults to `"auto"`):
             Order of forwards and backwards of a tree that is cut: `"replay"` scores everything, then runs each
             microbatch forward and backward; `"nested"` keeps the graphs of open trunks; `"keep"` keeps all graphs.
-            `"auto"` is `"nested"` without a scoring pass where that is exact, `"replay"` elsewhere.
+            `"auto"` is `"nested"` without a scoring pass where that is exact, `"replay"` elsewhere; with several
+            processes, `"replay"` also where it is estimated to be faster.
+        tree_placement (`str`, *optional*, defaults to `"auto"`):
+            With several processes, whose rows a process computes. `"global"`: the trajectories of all of them make
+            one forest, and the planner says which process computes which part of it; `"local"`: each computes its
+            own trajectories; `"auto"`: what is estimated to be faster (`"global"` with `tree_sharing="always"`).
         tree_max_graph_tokens (`int`, *optional*):
             Rows whose graphs may be alive at once. No limit if unset, except that `tree_execution="auto"` keeps at
             most two microbatches. A window that cannot keep this limit, or the next one, runs with the smallest that
@@ -72,6 +78,14 @@ class TreeOptions:
             "help": "Order of forwards and backwards of a tree that is cut: 'replay', 'nested', 'keep', or 'auto' "
             "('nested' without a scoring pass where that is exact, 'replay' elsewhere).",
             "choices": ["auto", "replay", "nested", "keep"],
+        },
+    )
+    tree_placement: str = field(
+        default="auto",
+        metadata={
+            "help": "With several processes, whether they share one forest of all their trajectories ('global'), each "
+            "computes its own ('local'), or what is estimated to be faster ('auto').",
+            "choices": list(PLACEMENTS),
         },
     )
     tree_max_graph_tokens: int | None = field(
@@ -118,6 +132,10 @@ class TreeOptions:
         if self.tree_fused_modules not in FUSED_MODULES:
             raise ValueError(
                 f"expected tree_fused_modules to be one of {', '.join(FUSED_MODULES)}, got {self.tree_fused_modules!r}"
+            )
+        if self.tree_placement not in PLACEMENTS:
+            raise ValueError(
+                f"expected tree_placement to be one of {', '.join(PLACEMENTS)}, got {self.tree_placement!r}"
             )
         self.planner_config()
 

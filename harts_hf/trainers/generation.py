@@ -61,6 +61,8 @@ def load_generation(trainer: Any, folder: Path) -> None:
 
 def is_in_generation(trainer: Any) -> bool:
     """Whether rollouts of the running generation batch are still to be trained on."""
+    if trainer._buffered_inputs is None:
+        return False
     generate_every = trainer.args.steps_per_generation * getattr(trainer, "num_iterations", 1)
     return bool(trainer._step % generate_every)
 

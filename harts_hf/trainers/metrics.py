@@ -1,5 +1,7 @@
 """Metrics ``tree/*`` of an optimizer step, over all ranks."""
 
+from harts_hf.planner import Schedule
+from harts_hf.planner.spans import span_size, union
 from harts_hf.runtime.update import UpdateReport
 from harts_hf.trainers.ranks import AccelerateRanks
 
@@ -7,17 +9,25 @@ from harts_hf.trainers.ranks import AccelerateRanks
 def tree_metrics(report: UpdateReport, ranks: AccelerateRanks) -> dict[str, float]:
     """What an update did, the same on every rank; a collective where there are several.
 
-    Counts are summed over the ranks; seconds, differences and yes-or-no metrics are the largest of any rank.
+    Counts are of all ranks together; seconds, differences and yes-or-no metrics are the largest of any rank. With
+    several ranks there are also
+
+    - ``balance``: estimated seconds of a rank's own ops, the mean over ranks divided by the largest;
+    - ``global_placement``: whether ranks shared one forest;
+    - ``repeated_tokens``, where they did: rows that a rank computed although another did too;
+    - ``exchanged_bytes``: token ids, values and coefficients that a rank got, of the rank that got most.
     """
     schedule = report.window.schedule
+    is_global = report.window.is_of_all_ranks
     counts: dict[str, float] = {
         "expanded_tokens": report.window.rollout_tree.num_expanded_tokens,
+        "unique_tokens": report.window.rollout_tree.num_tokens,
         "forward_tokens": schedule.forward_tokens,
         "backward_tokens": schedule.backward_tokens,
         "replay_tokens": schedule.replay_tokens,
-        "linear_calls": schedule.linear_calls,
         "microbatches": len(schedule.microbatches),
         "oversized_microbatches": len(schedule.oversized),
+        "linear_calls": schedule.linear_calls,
     }
     largest: dict[str, float] = {
         "logp_recompute_maxdiff": report.recompute_difference,
@@ -25,9 +35,30 @@ def tree_metrics(report: UpdateReport, ranks: AccelerateRanks) -> dict[str, floa
         "scoring_skipped": report.scoring_skipped,
         **{f"{name}_seconds": value for name, value in report.seconds.items()},
     }
-    counts, largest = ranks.totals(counts, largest)
+    if ranks.count > 1:
+        own = own_seconds(schedule, report.window.rank or 0)
+        largest |= {"global_placement": is_global, "exchanged_bytes": report.exchanged_bytes, "slowest": own}
+        (summed, largest) = ranks.totals({**counts, "seconds": own}, largest)
+        mean, slowest = summed.pop("seconds") / ranks.count, largest.pop("slowest")
+        largest["balance"] = mean / slowest if slowest else 1.0
+        # A plan for all ranks has counted the work of all of them already.
+        counts = {**counts, "repeated_tokens": repeated_tokens(schedule)} if is_global else summed
     # What was reached, not what the tokens would allow: a feature that does nothing has to show.
     found = {"sharing_ratio": counts["expanded_tokens"] / counts["backward_tokens"], **counts, **largest}
     if report.scoring_needed_by is not None:
         found[f"scoring_needed_by/{report.scoring_needed_by}"] = 1.0
     return {name: float(value) for name, value in found.items()}
+
+
+def own_seconds(schedule: Schedule, rank: int) -> float:
+    """Estimated seconds of a rank's own ops, one after another, without waiting for others."""
+    return sum(schedule.op_seconds(op) for op in schedule.ops(rank, dummies=False))
+
+
+def repeated_tokens(schedule: Schedule) -> int:
+    """Rows of the forest that ranks compute although one before them does: a row on ``k`` ranks is ``k - 1``."""
+    by_rank = [
+        [microbatch.row_spans for microbatch in schedule.microbatches if microbatch.rank == rank]
+        for rank in range(schedule.config.world_size)
+    ]
+    return sum(span_size(union(spans)) for spans in by_rank if spans) - schedule.tree.num_tokens

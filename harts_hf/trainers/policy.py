@@ -162,6 +162,8 @@ class TreePolicy:
             slices = [replace(one, batch=batch) for one, batch in zip(slices, on_cpu(slices), strict=True)]
         self._inner = {id(one): self._unwrapped(one) for one in (model, self.trainer.model)}
         try:
+            with self.ranks.together():
+                self._check_keys([one.batch for one in slices])
             self.totals = self._totals([one.batch for one in slices])
             reasons = [self._reason_to_score(one) for one in slices]
             reason = next((found for found in reasons if found is not None), None)
@@ -198,15 +200,15 @@ class TreePolicy:
             self._leaves = before
 
     def _totals(self, batches: list[dict[str, Any]]) -> StepTotals | None:
+        return StepTotals.of(batches, self.ranks) if any(WEIGHTS in batch for batch in batches) else None
+
+    def _check_keys(self, batches: list[dict[str, Any]]) -> None:
         with_episodes = [WEIGHTS in batch for batch in batches]
-        if not any(with_episodes):
-            return None
-        if not all(with_episodes):
+        if any(with_episodes) and not all(with_episodes):
             raise ValueError(
                 "expected the key 'episode' from all calls of the rollout function within an optimizer step or from "
                 f"none, got it for {sum(with_episodes)} of {len(batches)} micro-steps"
             )
-        return StepTotals.of(batches, self.ranks)
 
     def _slice_leaves(self, batch: dict[str, Any], values: Leaves) -> SliceLeaves:
         return SliceLeaves(
@@ -223,15 +225,14 @@ class TreePolicy:
         return self.trainer.accelerator.unwrap_model(model) if known is None else known
 
     def _update(self, model: nn.Module, device: Any) -> TreeUpdate:
-        return TreeUpdate(model, self.planner, self.options, ranks=self.ranks, device=device)
+        placement = self.trainer.args.tree_placement
+        return TreeUpdate(model, self.planner, self.options, ranks=self.ranks, device=device, placement=placement)
 
     def _loss_device(self, slices: list[TRLSlice]) -> str | None:
-        """The CPU for TRL's own losses on one process (its metrics are collectives otherwise) and batches of a size
-        that a CPU is quick at: on a GPU a loss is a hundred launches, and a wait for each metric. None elsewhere."""
+        """The CPU for TRL's own losses and batches of a size that a CPU is quick at: on a GPU a loss is a hundred
+        launches, and a wait for each metric. None elsewhere."""
         largest = max(v.numel() for one in slices for v in one.batch.values() if isinstance(v, torch.Tensor))
-        return (
-            "cpu" if self.ranks.count == 1 and largest <= MOST_ON_CPU and not has_custom_loss(self.trainer) else None
-        )
+        return "cpu" if largest <= MOST_ON_CPU and not has_custom_loss(self.trainer) else None
 
     def _reason_to_score(self, one: TRLSlice) -> str | None:
         assert self._settings is not None
@@ -259,11 +260,12 @@ class TreePolicy:
 
     @contextmanager
     def _without_metrics(self) -> Iterator[None]:
-        """Drops what TRL's loss logs."""
+        """Drops what TRL's loss logs, and spares the other ranks its collectives: all that they serve is logged."""
         metrics = self.trainer._metrics["train"]
         kept = {name: list(values) for name, values in metrics.items()}
         try:
-            yield
+            with self.ranks.unmeasured():
+                yield
         finally:
             metrics.clear()
             metrics.update(kept)

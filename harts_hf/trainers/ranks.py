@@ -1,21 +1,32 @@
 """Several processes under Accelerate: which backends are supported, agreement, and when gradients are reduced."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather, reduce
 from torch import nn
 
 from harts_hf.errors import UnsupportedModelError
-from harts_hf.runtime import Ranks
+from harts_hf.runtime import OtherRankError, Ranks
 from harts_hf.trainers.replacing import replaced
+from harts_hf.tree import IntArray
 
+Found = TypeVar("Found")
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
-def check_backend(accelerator: Any, execution: str) -> None:
+# What a rank says where ranks meet; a place deeper inside says another number.
+FAILED, CALLS, DONE, PLACES = 0, 1, 2, 3
+# Numbers that travel with it, enough for what TRL's losses gather: fewer collectives, and of one shape everywhere.
+ROOM = 64
+EXACT = 2**53  # what float64 holds
+
+
+def check_backend(accelerator: Any) -> None:
     """Raises UnsupportedModelError for a way of running processes that is not supported."""
     kind = accelerator.distributed_type
     if accelerator.num_processes == 1:
@@ -28,11 +39,6 @@ def check_backend(accelerator: Any, execution: str) -> None:
             raise UnsupportedModelError(f"expected FSDP2 (fsdp_version: 2), got version {version}")
     elif kind not in (*DDP, DistributedType.DEEPSPEED):
         raise UnsupportedModelError(f"expected DDP, FSDP2 or DeepSpeed for several processes, got {kind}")
-    if execution not in ("auto", "replay"):
-        raise UnsupportedModelError(
-            f"expected tree_execution='replay' with several processes (ranks have to run equal strings of forwards "
-            f"and backwards), got {execution!r}"
-        )
 
 
 class AccelerateRanks(Ranks):
@@ -41,12 +47,163 @@ class AccelerateRanks(Ranks):
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
         self.count = accelerator.num_processes
+        self.index = accelerator.process_index
+        kind = accelerator.distributed_type
+        self.forwards_meet = kind == DistributedType.FSDP or (
+            kind == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.hf_ds_config.is_zero3()
+        )
+        self._depth = 0  # of together()
+        self._told: Exception | None = None  # the error that the other ranks know of
 
-    def agree(self, *numbers: int) -> tuple[int, ...]:
-        """The largest of each number over all ranks; a collective where there are several."""
+    # ---- agreement ----------------------------------------------------------------------------------------------
+
+    def gather(self, *numbers: int) -> list[tuple[int, ...]]:
+        """Some numbers of every rank, by rank."""
         if self.count == 1:
-            return numbers
-        return tuple(int(number) for number in self._gathered(torch.tensor(numbers)).amax(dim=0))
+            return [numbers]
+        return [tuple(row) for row in self._gathered(torch.tensor(numbers, dtype=torch.int64)).tolist()]
+
+    def gather_arrays(self, arrays: Sequence[IntArray]) -> list[list[IntArray]]:
+        """Lists of 1-D integer arrays of every rank, by rank; travels as int32 where numbers are small enough."""
+        if self.count == 1:
+            return [list(arrays)]
+        lengths = np.array([len(array) for array in arrays], np.int64)
+        content = np.concatenate([lengths, *arrays]).astype(np.int64)
+        largest = int(np.abs(content).max(initial=0))
+        sizes = self.gather(len(arrays), len(content), largest)
+        is_small = max(size[2] for size in sizes) < 2**31
+        padded = torch.zeros(max(size[1] for size in sizes), dtype=torch.int32 if is_small else torch.int64)
+        padded[: len(content)] = torch.from_numpy(content)
+        rows = self._gathered(padded).cpu().numpy().astype(np.int64)
+        found = []
+        for row, (number, size, _) in zip(rows, sizes, strict=True):
+            ends = np.cumsum(row[:number])[:-1]
+            found.append(np.split(row[number:size], ends) if number else [])
+        return found
+
+    def add_up(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sums over all ranks, one all-reduce per dtype."""
+        if self.count == 1:
+            return list(tensors)
+        found: dict[int, torch.Tensor] = {}
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            same = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            flat = torch.cat([tensors[index].reshape(-1) for index in same]).to(self.accelerator.device)
+            total = self._meeting(lambda flat=flat: reduce(flat, reduction="sum"))  # type: ignore[misc]
+            for index, part in zip(same, total.split([tensors[index].numel() for index in same]), strict=True):
+                found[index] = part.reshape(tensors[index].shape).to(tensors[index].device)
+        return [found[index] for index in range(len(tensors))]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See :meth:`harts_hf.runtime.Ranks.together`; collectives of the accelerator inside are watched too."""
+        if self.count == 1:
+            yield
+            return
+        self._depth += 1
+        try:
+            with self._watched() if self._depth == 1 else nullcontext():
+                yield
+        except OtherRankError:  # all ranks have met over it
+            raise
+        except Exception as error:
+            if error is not self._told:
+                self._told = error
+                self._meet(FAILED, text=f"{type(error).__name__}: {error}")
+            raise
+        else:
+            self._meet(PLACES * self._depth + DONE)
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._told = None  # its traceback holds the step's tensors
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Inside, what the accelerator gathers and reduces travels by :meth:`_meet`: TRL's losses gather metrics."""
+        stock_gather, stock_reduce = self.accelerator.gather, self.accelerator.reduce
+
+        def gathered(tensor: Any) -> Any:
+            rows = self._meet(PLACES * self._depth + CALLS, tensor)
+            if rows is None:  # NCCL has no CPU, where the loss may run
+                return self._on_device(stock_gather(self._on_device(tensor)), like=tensor)
+            return torch.cat([torch.atleast_1d(row) for row in rows])
+
+        def reduced(tensor: Any, reduction: str = "sum", **kwargs: Any) -> Any:
+            rows = self._meet(PLACES * self._depth + CALLS, tensor if reduction == "sum" and not kwargs else None)
+            if rows is None:
+                return self._on_device(
+                    stock_reduce(self._on_device(tensor), reduction=reduction, **kwargs), like=tensor
+                )
+            return torch.stack([row.double() for row in rows]).sum(dim=0).to(rows[0])
+
+        with replaced(self.accelerator, "gather", gathered), replaced(self.accelerator, "reduce", reduced):
+            yield
+
+    def _meet(self, code: int, tensor: Any = None, text: str = "") -> list[torch.Tensor] | None:
+        """Where ranks that go on find out about one that does not.
+
+        Args:
+            code: what this rank does.
+            tensor: what it brings.
+            text: its error.
+
+        Returns:
+            The tensors of all ranks as this one's is typed and placed, or None if one is no tensor or too large.
+        """
+        own = torch.full((ROOM,), -1.0, dtype=torch.float64)
+        own[0] = code
+        if _fits(tensor):
+            own[1] = tensor.numel()
+            own[2 : 2 + tensor.numel()] = tensor.detach().reshape(-1)
+        rows = gather(self._on_device(own)[None]).cpu()
+        codes, sizes = rows[:, 0].long().tolist(), rows[:, 1].long().tolist()
+        failed = [rank for rank, found in enumerate(codes) if found == FAILED]
+        if failed:
+            self._depth, depth = 0, self._depth
+            texts = self.gather_texts(text)
+            self._depth = depth
+            if code != FAILED:
+                raise OtherRankError("; ".join(f"process {rank} raised {texts[rank]}" for rank in failed))
+        elif len(set(codes)) > 1:
+            raise OtherRankError(
+                f"expected the same collectives in the losses of all {self.count} processes, got another one on "
+                f"process {next(rank for rank, found in enumerate(codes) if found != codes[0])} than on process 0"
+            )
+        if -1 in sizes:
+            return None
+        if len(set(sizes)) > 1:
+            raise OtherRankError(
+                f"expected the same collectives in the losses of all {self.count} processes, got {sizes} numbers"
+            )
+        return [row[2 : 2 + sizes[0]].reshape(tensor.shape).to(tensor) for row in rows]
+
+    def _meeting(self, collective: Callable[[], Found]) -> Found:
+        if self._depth:
+            self._meet(PLACES * self._depth + CALLS)
+        return self._raw(collective)
+
+    def _raw(self, collective: Callable[[], Found]) -> Found:
+        """Runs a collective of ours, with its bytes and seconds counted."""
+        started = self._now()
+        found = collective()
+        self.exchange_seconds += self._now() - started
+        self.exchanged_bytes += found.nbytes if isinstance(found, torch.Tensor) else 0
+        return found
+
+    def _now(self) -> float:
+        if self.accelerator.device.type == "cuda":  # what is measured is not what was queued before
+            torch.cuda.synchronize(self.accelerator.device)
+        return time.perf_counter()
+
+    def _on_device(self, tensor: Any, like: Any = None) -> Any:
+        """A tensor where the process's collectives run, or where ``like`` is; anything else as it is."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        return tensor.to(self.accelerator.device if like is None else like.device)
+
+    def _gathered(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self._meeting(lambda: gather(self._on_device(numbers)[None]))
 
     def totals(self, sums: dict[str, float], largest: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
         """Sums of some numbers over all ranks, and the largest of others; the same names on every rank."""
@@ -56,8 +213,19 @@ class AccelerateRanks(Ranks):
         total, most = gathered.sum(dim=0).tolist(), gathered.amax(dim=0).tolist()
         return dict(zip(sums, total, strict=False)), dict(zip(largest, most[len(sums) :], strict=True))
 
-    def _gathered(self, numbers: torch.Tensor) -> torch.Tensor:
-        return self.accelerator.gather(numbers.to(self.accelerator.device)[None])
+    # ---- losses -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def unmeasured(self) -> Iterator[None]:
+        """Inside, the accelerator gathers and reduces on this rank alone: for a loss whose metrics nobody wants."""
+        if self.count == 1:
+            yield
+            return
+        with (
+            replaced(self.accelerator, "gather", torch.atleast_1d),
+            replaced(self.accelerator, "reduce", lambda tensor, **_: tensor.clone()),
+        ):
+            yield
 
     @contextmanager
     def gathering_ragged(self) -> Iterator[None]:
@@ -83,6 +251,8 @@ class AccelerateRanks(Ranks):
         with replaced(self.accelerator, "gather", gather_ragged):
             yield
 
+    # ---- forwards and backwards ---------------------------------------------------------------------------------
+
     def scoring_model(self, model: nn.Module) -> nn.Module:
         """DDP's inner module, since its forward may broadcast buffers; else the wrapped one."""
         return self.accelerator.unwrap_model(model) if self.accelerator.distributed_type in DDP else model
@@ -96,18 +266,39 @@ class AccelerateRanks(Ranks):
         finally:
             self.accelerator.gradient_state._set_sync_gradients(True)
 
-    def around(self, model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
+    def around_forward(self, model: nn.Module, *, syncs: bool) -> AbstractContextManager[object]:
+        """DDP's reducer is armed by a forward, whose own backward has to come next: only the last one may arm it."""
+        if self.count == 1 or syncs or self.accelerator.distributed_type not in DDP:
+            return nullcontext()
+        return self.accelerator.no_sync(model)
+
+    def around_backward(
+        self, model: nn.Module, outputs: Sequence[torch.Tensor], *, is_last: bool, follows: bool
+    ) -> AbstractContextManager[object]:
         """DDP reduces in the last backward of a step only. FSDP2 reduces in each (keeping unsharded gradients would
         cost memory). DeepSpeed reduces in each and steps where it is marked as the last."""
-        return nullcontext() if self.count == 1 else self._around(model, is_last)
+        return nullcontext() if self.count == 1 else self._around(model, outputs, is_last, follows)
 
     @contextmanager
-    def _around(self, model: nn.Module, is_last: bool) -> Iterator[None]:
-        skip = not is_last and self.accelerator.distributed_type in DDP
-        with self.marked(is_last), self.accelerator.no_sync(model) if skip else nullcontext():
+    def _around(self, model: Any, outputs: Sequence[torch.Tensor], is_last: bool, follows: bool) -> Iterator[None]:
+        kind = self.accelerator.distributed_type
+        if kind == DistributedType.DEEPSPEED and not follows:
+            # Only forwards do this: without it, ZeRO-3 has a second backward in a row overwrite the first's gradients.
+            model.optimizer.clear_backward_seen_flag()
+        if kind in DDP and is_last and not follows:
+            model.require_backward_grad_sync = model.require_forward_param_sync = True
+            model.reducer.prepare_for_backward(list(outputs) if model.find_unused_parameters else [])
+        with self.marked(is_last):
             yield
 
     def backward(self, scalar: torch.Tensor) -> None:
         """``accelerator.backward``; DeepSpeed's division by its accumulation steps is off, as in Trainer."""
         is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         self.accelerator.backward(scalar, **({"scale_wrt_gas": False} if is_deepspeed else {}))
+
+
+def _fits(tensor: Any) -> bool:
+    """Whether float64 holds a tensor exactly, and the message has room for it."""
+    if not isinstance(tensor, torch.Tensor) or tensor.numel() > ROOM - 2 or tensor.is_complex():
+        return False
+    return tensor.is_floating_point() or tensor.dtype == torch.bool or not bool((tensor.abs() > EXACT).any())

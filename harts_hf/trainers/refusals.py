@@ -73,7 +73,7 @@ def check_settings(trainer: Any) -> None:
     """Refuses settings that the tree step would get wrong, before any model is patched."""
     args = trainer.args
     check_processes(trainer)
-    check_backend(trainer.accelerator, args.tree_execution)
+    check_backend(trainer.accelerator)
     check_parallel_sizes(
         {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
     )

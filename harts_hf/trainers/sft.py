@@ -74,6 +74,9 @@ class TreeSFTTrainer(TreeHooks, SFTTrainer, TreeStep):
     _tag_names = ["trl", "sft", "harts"]  # noqa: RUF012 - TRL's own convention
     _config_class = TreeSFTConfig
     temperature = 1.0
+    # What checkpoints keep of a generation batch: there is none.
+    _step = 0
+    _buffered_inputs = None
 
     def __init__(self, model: Any, args: Any = None, data_collator: Any = None, *more: Any, **kwargs: Any) -> None:
         args = self._checked_arguments(args)

@@ -99,6 +99,8 @@ def main() -> None:
     if kind == "untouched":
         plant_untouched()
     options = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64} if tree else {}
+    if tree:  # each rank its own rows, scored: train_ranks.py has the rest
+        options |= {"tree_placement": "local", "tree_execution": "replay"}
     arguments = {**recorded.arguments(folder), **backend_options(backend), **options}
     model = tiny_model("qwen3_5_text", seed=1)  # before the arguments, which would have ZeRO-3 take it over
     config = (TreeGRPOConfig if tree else GRPOConfig)(**arguments)

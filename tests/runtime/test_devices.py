@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from support import recorded
 from support.device_tags import DEVICE, DeviceMismatchError, is_tagged, pretended_gpu, tensors_of
 from support.models import VOCAB, tiny_model
+from support.ranks import OtherRankHas
 from support.trees import branching
 from trl.trainer.base_trainer import _BaseTrainer
 
@@ -18,24 +19,13 @@ from harts_hf.kernels.attention.flash_blocks import block_lists
 from harts_hf.kernels.attention.flex import block_mask
 from harts_hf.kernels.linear_attention.fla_tables import packed_chains
 from harts_hf.modeling import LABEL_VALUES
-from harts_hf.runtime import Ranks, RunOptions, TreeValues, TreeWindow, WindowRun
-
-
-class OtherRankHasSix(Ranks):
-    """Two ranks, of which the other one has six microbatches."""
-
-    count = 2
-
-    def agree(self, *numbers):
-        """The other one's number is the larger."""
-        return tuple(max(number, 6) for number in numbers)
-
+from harts_hf.runtime import RunOptions, TreeValues, TreeWindow, WindowRun
 
 RUNS = [
     ("bailing_hybrid", "replay", {"options": RunOptions(offload=True, expand_latents=True)}),
     ("kimi_linear", "keep", {}),
     ("olmo_hybrid", "nested", {"options": RunOptions(offload=True)}),
-    ("qwen3_5_moe_text", "replay", {"ranks": OtherRankHasSix()}),
+    ("qwen3_5_moe_text", "replay", {"ranks": OtherRankHas(6)}),
     ("qwen3_5_text", "keep", {"options": RunOptions(offload=True)}),
     ("qwen3_next", "nested", {}),
 ]

@@ -5,12 +5,13 @@ import torch
 from support.models import FAMILIES, VOCAB, tiny_model
 from support.oracle import assert_gradients_close, float64_everywhere, gradients, random_weights, trajectory_log_probs
 from support.parity import GRADIENT_TOLERANCE, assert_values_close
+from support.ranks import OtherRankHas
 from support.trees import branching, random_trajectories
 from torch import nn
 
 from harts_hf import PlannerConfig, patch, unpatch
 from harts_hf.modeling import LABEL_VALUES, RowValue, Sum, add_output
-from harts_hf.runtime import Ranks, TreeValues, TreeWindow, WindowRun, window_values
+from harts_hf.runtime import TreeValues, TreeWindow, WindowRun, window_values
 
 EXECUTIONS = ["replay", "nested", "keep"]
 VALUE = RowValue(name="value", module="critic")
@@ -105,16 +106,6 @@ def test_sums(execution):
     assert_gradients_close(got, gradients(model), GRADIENT_TOLERANCE)
 
 
-class OtherRankHasMore(Ranks):
-    """Two ranks, of which the other one has twelve microbatches: this one fills up with dummies."""
-
-    count = 2
-
-    def agree(self, *numbers):
-        """The other one's number is the larger."""
-        return tuple(max(number, 12) for number in numbers)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_backward_touches_every_parameter(family):
     """Microbatches that nothing is asked of, and dummies, are connected to the head, the critic and the routers.
@@ -135,7 +126,7 @@ def test_every_backward_touches_every_parameter(family):
         touched.append({name for name, gradient in zip(parameters, found, strict=True) if gradient is not None})
         scalar.backward()
 
-    run = WindowRun(model, window, ranks=OtherRankHasMore())
+    run = WindowRun(model, window, ranks=OtherRankHas(12))
     scores = run.score(names)
     nothing = TreeValues(
         rows={name: torch.zeros_like(value) for name, value in scores.rows.items()},

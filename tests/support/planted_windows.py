@@ -122,7 +122,7 @@ def dependent_before_its_trunk(monkeypatch: Any) -> None:
         ops, count = original(*args)
         return [*reversed(ops[:count]), *ops[count:]], count
 
-    _wrap(monkeypatch, run, "_ops_of", ops_of)
+    _wrap(monkeypatch, run, "ops_of", ops_of)
 
 
 def freed_before_the_recompute(monkeypatch: Any) -> None:

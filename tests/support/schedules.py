@@ -88,3 +88,58 @@ def _ancestors_outside(tree: RolloutTree, start: int, stop: int) -> np.ndarray:
 def passing(batch: TreeBatch, handoff: Handoff) -> TreePass:
     """A forward of a microbatch within a run, for layers by themselves."""
     return TreePass(batch, Wanted((), batch.labels, batch.owned), handoff=handoff)
+
+
+def random_placement(tree: RolloutTree, seed: int, execution: str, world_size: int, *, pieces: int = 8) -> Schedule:
+    """A valid schedule of several ranks that no planner would make: every piece on a rank drawn at random.
+
+    A piece reads the upper part of its prefix from pieces of its own rank and computes the rest again. Ranks may be
+    idle, and their numbers of microbatches differ.
+    """
+    rng = np.random.default_rng([seed, tree.num_tokens])
+    cuts = np.unique(rng.integers(1, tree.num_tokens, min(pieces - 1, tree.num_tokens - 1)))
+    bounds = [0, *cuts.tolist(), tree.num_tokens]
+    by_rank: list[list[dict]] = [[] for _ in range(world_size)]
+    for start, stop in pairwise(bounds):
+        own = by_rank[rng.integers(world_size)]
+        above = _ancestors_outside(tree, start, stop)
+        held = np.array([np.isin(above, list(piece["rows"])) for piece in own] or [np.zeros(len(above), bool)])
+        missing = above[held.sum(axis=0) != 1]
+        highest = int(tree.depth[missing].min(initial=int(tree.depth[above].max(initial=0)) + 1))
+        limit = int(rng.integers(highest + 1)) if rng.random() < 0.3 else highest
+        prefix, again = above[tree.depth[above] < limit], above[tree.depth[above] >= limit]
+        rows = np.concatenate([again, np.arange(start, stop)])
+        trunks = [number for number, piece in enumerate(own) if np.isin(prefix, list(piece["rows"])).any()]
+        own.append({"rows": set(rows.tolist()), "start": start, "prefix": prefix, "trunks": trunks})
+    microbatches: list[Microbatch] = []
+    rank_ops = []
+    for rank, own in enumerate(by_rank):
+        first = len(microbatches)
+        for piece in own:
+            rows = np.array(sorted(piece["rows"]))
+            trunks = tuple(first + trunk for trunk in piece["trunks"])
+            microbatch = Microbatch(
+                id=len(microbatches),
+                rows=rows,
+                owned=rows >= piece["start"],
+                prefix=piece["prefix"],
+                trunks=trunks,
+                rank=rank,
+            )
+            microbatches.append(microbatch)
+        mine = microbatches[first:]
+        readable = {trunk for microbatch in mine for trunk in microbatch.trunks}
+        chosen = frozenset(trunk for trunk in sorted(readable) if rng.random() < 0.3)
+        ops = {"replay": replay_ops, "nested": nested_ops}[execution](mine, chosen) if mine else []
+        rank_ops.append(tuple(ops))
+    config = PlannerConfig(
+        max_tokens_per_microbatch=max(64, tree.num_tokens),
+        sharing="always",
+        execution=execution,
+        world_size=world_size,
+    )
+    schedule = Schedule(
+        tree=tree, microbatches=tuple(microbatches), config=config, execution=execution, rank_ops=tuple(rank_ops)
+    )
+    schedule.validate()
+    return schedule

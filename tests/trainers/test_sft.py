@@ -16,7 +16,7 @@ from harts_hf.errors import HartsWarning
 from harts_hf.trainers.together import TogetherSampler, rows_together
 
 
-def run(trainer_class, config_class, folder, *, rows=None, family="qwen3_5_text", **options):
+def run(trainer_class, config_class, folder, *, rows=None, family="qwen3_5_text", resume=None, **options):
     """Trains a fresh float64 model; returns its parameters, its log history and the trainer."""
     model = tiny_model(family, dtype=torch.float64, seed=1)
     trainer = trainer_class(
@@ -27,7 +27,7 @@ def run(trainer_class, config_class, folder, *, rows=None, family="qwen3_5_text"
         processing_class=recorded.tokenizer(),
     )
     with float64_everywhere(model):
-        trainer.train()
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return {name: p.detach().clone() for name, p in model.named_parameters()}, trainer.state.log_history, trainer
 
 
@@ -60,6 +60,22 @@ def test_other_families(family, tmp_path):
     stock = run(SFTTrainer, SFTConfig, tmp_path / "stock", family=family)
     tree = run(TreeSFTTrainer, TreeSFTConfig, tmp_path / "tree", family=family, tree_max_tokens_per_microbatch=96)
     assert_same_training(stock, tree, family=family)
+
+
+def test_resumes(tmp_path):
+    """In the second shuffled epoch, bit for bit: parameters, losses and which rows come together."""
+    options = {"num_train_epochs": 3, "max_steps": -1, "train_sampling_strategy": "random", "optim": "adamw_torch"}
+    options |= {"learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}
+    whole = run(TreeSFTTrainer, TreeSFTConfig, tmp_path / "whole", **options)
+    steps = whole[2].state.max_steps
+    assert steps // 3 <= 4 < steps
+    resumed = run(
+        TreeSFTTrainer, TreeSFTConfig, tmp_path / "resumed", resume=tmp_path / "whole" / "checkpoint-4", **options
+    )
+    for name, value in whole[0].items():
+        assert torch.equal(resumed[0][name], value), name
+    losses = [[(log["step"], log["loss"]) for log in one[1] if "loss" in log] for one in (whole, resumed)]
+    assert losses[0] == losses[1]
 
 
 class _WithSampler(SFTTrainer):

@@ -25,6 +25,7 @@ METRICS = {
     "forward_tokens",
     "backward_tokens",
     "expanded_tokens",
+    "unique_tokens",
     "replay_tokens",
     "limits_raised",
     "linear_calls",
@@ -287,7 +288,7 @@ def test_deepspeed_in_one_process_is_refused():
     """Its engine would step after every microbatch, where Accelerate marks no micro-steps."""
     one = SimpleNamespace(num_processes=1, distributed_type=DistributedType.DEEPSPEED)
     with pytest.raises(UnsupportedModelError, match="DeepSpeed with several processes, got one"):
-        check_backend(one, "auto")
+        check_backend(one)
 
 
 def test_auxiliary_loss_is_refused(tmp_path):

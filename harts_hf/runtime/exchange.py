@@ -1,0 +1,65 @@
+"""What travels between ranks that share one forest: values and derivatives by row, and a hash of the plan.
+
+Activations never do. Each rank fills in the values of the rows that it owns; a sum over ranks then has all of them.
+Derivatives come from every rank whose trajectories pass through a row, and add up as those of one rank do.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from harts_hf.planner import Schedule
+from harts_hf.runtime.ranks import Ranks
+from harts_hf.runtime.values import TreeValues
+
+
+def add_up_values(values: TreeValues, ranks: Ranks) -> TreeValues:
+    """The sum over ranks of values of the same names and shapes."""
+    found = iter(ranks.add_up([*values.rows.values(), *values.sums.values()]))
+    return TreeValues(
+        rows={name: next(found) for name in values.rows}, sums={name: next(found) for name in values.sums}
+    )
+
+
+def any_of_ranks(masks: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
+    """``[N]`` bool by name: where a mask is set on any rank."""
+    found = ranks.add_up([mask.int() for mask in masks.values()])
+    return {name: total != 0 for name, total in zip(masks, found, strict=True)}
+
+
+def check_same_plan(schedule: Schedule, names: Sequence[str], ranks: Ranks) -> None:
+    """Ranks that run different plans would wait for one another for ever, or give wrong gradients.
+
+    Raises:
+        ValueError: on every rank, other plans on some of them.
+    """
+    hashes = [found for (found,) in ranks.gather(plan_hash(schedule, names))]
+    if len(set(hashes)) > 1:
+        listed = ", ".join(f"{found:016x} on process {rank}" for rank, found in enumerate(hashes))
+        raise ValueError(
+            f"expected the same plan on every process, got the hashes {listed}: the trajectories are the same, so "
+            "settings (tree_*), the cost model or versions of packages differ"
+        )
+
+
+def plan_hash(schedule: Schedule, names: Sequence[str]) -> int:
+    """63 bits of a hash of the forest's tokens and shape, the microbatches, the ops and what is asked for."""
+    tree = schedule.tree
+    digest = hashlib.blake2b(digest_size=8)
+    ends = [tree.path(index)[-1] for index in range(tree.num_trajectories)]
+    for array in (tree.token_ids, tree.segment_starts, tree.segment_parent, np.array(ends)):
+        _add(digest, array)
+    for microbatch in schedule.microbatches:
+        _add(digest, np.array([microbatch.id, microbatch.rank, *microbatch.trunks]))
+        for spans in (microbatch.row_spans, microbatch.owned_spans, microbatch.prefix_spans):
+            _add(digest, spans)
+    words: Iterable[str] = (f"{rank}:{ops}" for rank, ops in enumerate(schedule.rank_ops))
+    digest.update(repr([schedule.execution, *names, *words]).encode())
+    return int.from_bytes(digest.digest(), "big") >> 1
+
+
+def _add(digest: "hashlib.blake2b", array: np.ndarray) -> None:
+    digest.update(np.array(array.shape, np.int64).tobytes())
+    digest.update(np.ascontiguousarray(array, np.int64).tobytes())

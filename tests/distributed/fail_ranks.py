@@ -1,0 +1,145 @@
+"""Run by torchrun: training steps in which one rank fails; writes down what each rank raised, failure by failure.
+
+    torchrun --nproc_per_node 2 fail_ranks.py FOLDER BACKEND FAILURE ...
+
+"op" ends the process that fails: nobody is told, the launcher ends the others.
+"""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from train_two import allow_fsdp_on_cpu, backend_options
+
+
+def in_loss(trainer, rank):
+    """Rank 1's loss of the second slice, after its collectives."""
+    stock, calls = trainer._compute_loss, []
+
+    def compute(model, inputs):
+        loss = stock(model, inputs)
+        calls.append(1)
+        if rank == 1 and len(calls) == 2:
+            raise ZeroDivisionError("nothing to divide by")
+        return loss
+
+    trainer._compute_loss = compute
+
+
+def in_collectives(trainer, rank):
+    """Rank 1's loss gathers once more than rank 0's."""
+    stock = trainer._compute_loss
+
+    def compute(model, inputs):
+        loss = stock(model, inputs)
+        if rank == 1:
+            trainer.accelerator.gather(loss.detach())
+        return loss
+
+    trainer._compute_loss = compute
+
+
+def in_rows(trainer, rank):
+    """Rank 0's batch has a completion without a prompt."""
+    add = trainer._tree.add_slice
+
+    def add_slice(batch):
+        if rank == 0:
+            batch = {**batch, "prompt_mask": torch.zeros_like(batch["prompt_mask"])}
+        add(batch)
+
+    trainer._tree.add_slice = add_slice
+
+
+def in_settings(trainer, rank):
+    """Rank 1 plans with another limit."""
+    from dataclasses import replace
+
+    planner = trainer._tree.planner
+    limit = 64 + 64 * rank
+    trainer._tree.planner = replace(planner, config=replace(planner.config, max_tokens_per_microbatch=limit))
+
+
+def in_scoring(trainer, rank):
+    """Rank 1 runs out of memory in a forward of the scoring pass."""
+    from harts_hf.runtime import run
+
+    forward = run.WindowRun._forward
+
+    def failing(self, position, *args):
+        if rank == 1 and self._ops[position][0] == "S" and position == 1:
+            raise torch.OutOfMemoryError("no memory is left")
+        return forward(self, position, *args)
+
+    run.WindowRun._forward = failing
+    return lambda: setattr(run.WindowRun, "_forward", forward)
+
+
+def in_op(trainer, rank):
+    """Rank 1 runs out of memory in a forward with a graph."""
+    from harts_hf.runtime import run
+
+    forward = run.WindowRun._forward
+
+    def failing(self, position, *args):
+        if rank == 1 and self._ops[position][0] == "F":
+            raise torch.OutOfMemoryError("no memory is left in an op")
+        return forward(self, position, *args)
+
+    run.WindowRun._forward = failing
+
+
+FAILURES = {
+    "loss": in_loss,
+    "collectives": in_collectives,
+    "rows": in_rows,
+    "settings": in_settings,
+    "scoring": in_scoring,
+    "op": in_op,
+}
+
+
+def main() -> None:
+    """See the module."""
+    folder, backend, failures, rank = Path(sys.argv[1]), sys.argv[2], sys.argv[3:], int(os.environ["RANK"])
+    from support import recorded
+    from support.models import tiny_model
+
+    from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
+
+    for failure in failures:
+        model = tiny_model("qwen3_5_text", seed=1)
+        options = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "tree_placement": "global"}
+        options |= {"tree_execution": "replay", "max_steps": 1, **backend_options(backend)}
+        args = TreeGRPOConfig(**recorded.arguments(folder, **options))
+        if backend.startswith("fsdp2"):
+            allow_fsdp_on_cpu()
+        trainer = TreeGRPOTrainer(
+            model,
+            recorded.recorded_reward,
+            args=args,
+            train_dataset=recorded.dataset(),
+            processing_class=recorded.tokenizer(),
+            rollout_func=recorded.rollout_func,
+        )
+        undo = FAILURES[failure](trainer, rank)
+        if failure == "op":
+            trainer.train()  # its error ends the process
+        found = SimpleNamespace(text="nothing was raised")
+        try:
+            trainer.train()
+        except Exception as error:
+            found = SimpleNamespace(text=f"{type(error).__name__}: {error}")
+        (folder / f"{failure}-{rank}").write_text(found.text)
+        if undo is not None:
+            undo()
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

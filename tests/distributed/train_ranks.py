@@ -1,0 +1,176 @@
+"""Run by torchrun: trains stock and tree trainers on recorded rollouts, case by case, and saves what each rank has.
+
+    torchrun --nproc_per_node N train_ranks.py FOLDER CASE ...
+
+A case is ``backend:family:kind[:option]...``; kinds and options are the dictionaries below.
+"""
+
+import os
+import pickle
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from train_two import allow_fsdp_on_cpu, backend_options
+
+LAYERS = {
+    "bailing_hybrid": "BailingHybridDecoderLayer",
+    "qwen3_5_moe_text": "Qwen3_5MoeDecoderLayer",
+    "qwen3_5_text": "Qwen3_5DecoderLayer",
+}
+TREE = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64}
+KINDS = {
+    "stock": {},
+    "global": {**TREE, "tree_placement": "global"},
+    "local": {**TREE, "tree_placement": "local"},
+    "auto": {**TREE, "tree_sharing": "auto", "tree_placement": "auto"},
+    "random": {**TREE, "tree_placement": "global"},  # every piece of the forest on a rank drawn at random
+}
+OPTIONS = {
+    "replay": {"tree_execution": "replay"},
+    "nested": {"tree_execution": "nested"},
+    "keep": {"tree_execution": "keep"},
+    "whole": {"tree_max_tokens_per_microbatch": 4096},  # at most one microbatch on each rank
+    "checkpointing": {"gradient_checkpointing": True},
+    "no-checkpointing": {"gradient_checkpointing": False},
+    "unused": {"ddp_find_unused_parameters": True, "gradient_checkpointing": False},
+    "scored": {"num_iterations": 2, "epsilon": 0.02, "learning_rate": 0.01},
+    "entropy": {"entropy_coef": 0.05},
+    "lora": {},
+    "unarmed": {},  # planted: DDP's reducer is not told of a last backward that does not follow its forward
+    "unflagged": {},  # planted: nor is ZeRO-3 told that another backward begins
+    "idle": {"mask_truncated_completions": True},  # rank 0's are all truncated: it has no trajectories
+    "uneven": {},  # rank 0 has one token to score in each rollout
+}
+
+
+def plan_at_random(seed: int):
+    """Replaces the planner of windows of several ranks."""
+    from support.schedules import random_placement
+
+    from harts_hf.runtime import window
+
+    stock = window.plan_window
+    calls = iter(range(10**6))
+
+    def planned(tree, config):
+        if config.world_size == 1:
+            return stock(tree, config)
+        execution = "nested" if config.execution == "nested" else "replay"
+        return random_placement(tree, seed + next(calls), execution, config.world_size)
+
+    window.plan_window = planned
+    return lambda: setattr(window, "plan_window", stock)
+
+
+def plant_untold():
+    """Backends are not told of backwards that do not follow their forwards."""
+    from harts_hf.trainers.ranks import AccelerateRanks
+
+    around = AccelerateRanks._around
+    AccelerateRanks._around = lambda self, model, outputs, is_last, follows: around(
+        self, model, outputs, is_last, True
+    )
+    return lambda: setattr(AccelerateRanks, "_around", around)
+
+
+def rollouts_for(options: list[str]):
+    """The recorded rollouts, or some in which rank 0 has next to nothing."""
+    from support import recorded
+
+    def rollouts(prompts, trainer):
+        output = recorded.rollout_func(prompts, trainer)
+        if trainer.accelerator.process_index == 0:
+            if "idle" in options:
+                output["completion_ids"] = [[*row[:-1], 3] for row in output["completion_ids"]]
+            if "uneven" in options:
+                output["completion_ids"] = [row[:1] for row in output["completion_ids"]]
+                output["logprobs"] = [row[:1] for row in output["logprobs"]]
+                output["env_mask"] = [[1] for _ in output["env_mask"]]
+        return output
+
+    return rollouts
+
+
+def lora():
+    """Adapters on attention and MLPs."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", init_lora_weights=False)
+
+
+def run(case: str, folder: Path) -> dict:
+    """Trains one case; what this rank has afterwards."""
+    from support import recorded
+    from support.models import tiny_model
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+    from trl import GRPOConfig, GRPOTrainer
+
+    from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
+
+    backend, family, kind, *options = case.split(":")
+    arguments = recorded.arguments(folder, router_aux_loss_coef=0.0, **KINDS[kind])
+    for option in options:
+        arguments |= {k: v for k, v in OPTIONS[option].items() if kind != "stock" or not k.startswith("tree_")}
+    arguments |= {k: v for k, v in backend_options(backend).items() if k not in arguments}
+    if backend.startswith("fsdp2"):
+        arguments["fsdp_config"]["transformer_layer_cls_to_wrap"] = [LAYERS[family]]
+    config_class, trainer_class = (GRPOConfig, GRPOTrainer) if kind == "stock" else (TreeGRPOConfig, TreeGRPOTrainer)
+    unset_hf_deepspeed_config()  # of the case before
+    model = tiny_model(family, seed=1)  # before the arguments, which would have ZeRO-3 take it over
+    torch.manual_seed(0)
+    config = config_class(**arguments)
+    if backend.startswith("fsdp2"):
+        allow_fsdp_on_cpu()
+    trainer = trainer_class(
+        model,
+        recorded.recorded_reward,
+        args=config,
+        train_dataset=recorded.dataset(),
+        processing_class=recorded.tokenizer(),
+        rollout_func=rollouts_for(options),
+        peft_config=lora() if "lora" in options else None,
+    )
+    with ExitStack() as stack:
+        if {"unarmed", "unflagged"} & set(options):
+            stack.callback(plant_untold())
+        if kind == "random":
+            stack.callback(plan_at_random(seed=len(case)))
+        trainer.train()
+    wrapped = trainer.model_wrapped
+    if backend == "ddp":  # each rank its own
+        parameters = trainer.accelerator.unwrap_model(wrapped).state_dict()
+    else:
+        parameters = trainer.accelerator.get_state_dict(wrapped)  # whole on rank 0; a collective
+    return {
+        "world_size": trainer.accelerator.num_processes,
+        "distributed_type": trainer.accelerator.distributed_type.value,
+        "wrapper": type(wrapped).__name__,
+        "logs": trainer.state.log_history,
+        "parameters": {name: value.cpu().clone() for name, value in parameters.items()} if parameters else {},
+    }
+
+
+def main() -> None:
+    """See the module."""
+    folder, cases, rank = Path(sys.argv[1]), sys.argv[2:], int(os.environ["RANK"])
+    from accelerate.state import AcceleratorState
+
+    before = None
+    for case in cases:
+        backend = case.partition(":")[0]
+        if before is not None and backend != before:  # one process runs one backend after another
+            AcceleratorState._reset_state(reset_partial_state=True)
+        before = backend
+        result = run(case, folder)
+        (folder / f"{case}-{rank}").write_bytes(pickle.dumps(result))
+    torch.distributed.barrier()  # neither rank leaves while the other still needs it
+    # Nothing is left to do, and tearing down threads of gloo and DeepSpeed aborts now and then.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
