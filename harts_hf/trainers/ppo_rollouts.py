@@ -115,17 +115,9 @@ class TreePPORollouts:
         index = np.arange(len(inputs)) if self._episodes is None else self._episodes.index
         final = self._final_rewards(len(inputs))
         kl = None if REFERENCE not in output else own - output[REFERENCE]
-
-        mask = trained(output).bool().cpu().numpy() & np.isfinite(final)[index][:, None]
-        if WEIGHTS in output:  # rows that stand for no rollout have weight 0
-            mask &= output[WEIGHTS].cpu().numpy()[:, None] > 0
-        rewards = with_final_rewards(
-            self._token_rewards(mask.shape), mask, index, final, of_samples=self.args.episode_end == "sample"
-        )
+        with self._tree.ranks.together():  # values that are no numbers, on one rank
+            mask, estimates = self._masked_estimates(output, values, kl, index, final)
         kl_coef = self.beta
-        if kl is not None and self.args.kl_in == "reward":
-            rewards -= np.where(mask, kl_coef * kl.double().cpu().numpy(), 0.0)
-        estimates = self._estimates(output, values, rewards, mask, index)
         advantages = self._whitened_and_logged(estimates, values, mask, kl, index, final)
 
         device, dtype = values.device, values.dtype
@@ -140,6 +132,25 @@ class TreePPORollouts:
             OTHERWISE: output["prompt_ids"][0][output["prompt_mask"][0] > 0],
         }
         return output
+
+    def _masked_estimates(
+        self,
+        output: dict[str, Any],
+        values: torch.Tensor,
+        kl: torch.Tensor | None,
+        index: NDArray[np.int64],
+        final: NDArray[np.float64],
+    ) -> tuple[NDArray[np.bool_], Estimates]:
+        """``[B, C]``, which tokens are trained; and what is estimated of them."""
+        mask = trained(output).bool().cpu().numpy() & np.isfinite(final)[index][:, None]
+        if WEIGHTS in output:  # rows that stand for no rollout have weight 0
+            mask &= output[WEIGHTS].cpu().numpy()[:, None] > 0
+        rewards = with_final_rewards(
+            self._token_rewards(mask.shape), mask, index, final, of_samples=self.args.episode_end == "sample"
+        )
+        if kl is not None and self.args.kl_in == "reward":
+            rewards -= np.where(mask, self.beta * kl.double().cpu().numpy(), 0.0)
+        return mask, self._estimates(output, values, rewards, mask, index)
 
     def _own_values(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """The policy's log-probs ``[B, C]`` and values ``[B, C + 1]`` of a batch, scored by now or not."""

@@ -16,16 +16,28 @@ from support.ppo_oracle import PPOLoop
 FAMILY = "qwen3_5_text"
 # Parts of what training moved parameters by, and of each metric: float64 on both sides, summed in other orders.
 TOLERANCE = 1e-9
+# A value head of tiny models that says something from the start: weight and bias.
+HEAD = (
+    torch.randn(1, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float32).double() / 4,
+    torch.tensor([0.3], dtype=torch.float64),
+)
+# On two processes; in float64 a head of numbers that float32 holds, too.
+DISTRIBUTED = {"num_iterations": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 5}
 
 
-def give_head(trainer: Any, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    """A value head that says something from the start; its weight and bias."""
+def give_head(trainer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives a trainer that head."""
     head = trainer._tree.head
-    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        head.weight.copy_(torch.randn(head.weight.shape, generator=generator, dtype=torch.float64) / 4)
-        head.bias.fill_(0.3)
-    return head.weight.detach().clone(), head.bias.detach().clone()
+        head.weight.copy_(HEAD[0])
+        head.bias.copy_(HEAD[1])
+    return HEAD
+
+
+def arguments(folder: Path, **options: Any) -> dict[str, Any]:
+    """Of SGD steps on groups of four, which share whatever it costs."""
+    settings = {"tree_sharing": "always", "max_steps": 2, "learning_rate": 0.1, "num_generations": 4, **options}
+    return recorded.arguments(folder, **settings)
 
 
 def build_trainer(folder: Path, rollouts: Any, *, family: str = FAMILY, **options: Any) -> Any:
@@ -36,11 +48,10 @@ def build_trainer(folder: Path, rollouts: Any, *, family: str = FAMILY, **option
         model.save_pretrained(folder / "start")
         model = type(model).from_pretrained(folder / "start", dtype=torch.float64, experts_implementation="eager")
         model.train()
-    settings = {"tree_sharing": "always", "max_steps": 2, "learning_rate": 0.1, "num_generations": 4, **options}
     trainer = TreePPOTrainer(
         model,
         recorded.recorded_reward,
-        args=TreePPOConfig(**recorded.arguments(folder, **settings)),
+        args=TreePPOConfig(**arguments(folder, **options)),
         train_dataset=recorded.dataset(),
         processing_class=recorded.tokenizer(),
         rollout_func=rollouts,
