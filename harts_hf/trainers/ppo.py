@@ -119,7 +119,8 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
             return self._generate_and_score_completions(generation_batch)
         per_epoch: int = self.args.steps_per_generation
         if self._step % (per_epoch * self.num_iterations) == 0 or self._buffered_inputs is None:
-            self._buffered_inputs = [self._generate_and_score_completions(generation_batch)]
+            # All of it, and minibatches as they come: a checkpoint keeps it, and the order is drawn again.
+            self._buffered_inputs: Any = [self._generate_and_score_completions(generation_batch)]
         if not self.accelerator.sync_gradients:
             return None
         accumulation, number = self.args.gradient_accumulation_steps, self._step % per_epoch
@@ -184,7 +185,9 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
             return
         path = Path(folder) / VALUE_MODEL_FOLDER
         if not load_weights(self.accelerator.unwrap_model(tree.value_model), str(path)):
-            raise ValueError(f"expected a checkpoint with a value model ({VALUE_MODEL_FOLDER}), got {folder!r} without")
+            raise ValueError(
+                f"expected a checkpoint with a value model ({VALUE_MODEL_FOLDER}), got {folder!r} without"
+            )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

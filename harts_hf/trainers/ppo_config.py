@@ -103,7 +103,8 @@ class TreePPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
         },
     )
     kl_target: float | None = field(
-        default=None, metadata={"help": "KL divergence per episode, in nats, that beta is adapted to; null: fixed beta."}
+        default=None,
+        metadata={"help": "KL divergence per episode, in nats, that beta is adapted to; null: fixed beta."},
     )
     kl_horizon: int = field(default=10000, metadata={"help": "Episodes over which beta is adapted."})
     value_warmup_steps: int = field(

@@ -49,7 +49,9 @@ def as_token_rewards(output: Mapping[str, Any]) -> dict[str, Any]:
 def _of_turns(rewards: Sequence[float], mask: NDArray[np.int64], name: str) -> list[float]:
     turns = turn_spans(mask, 0)
     if len(rewards) != len(turns):
-        raise ValueError(f"expected {name} to have {len(turns)} entries, one per turn of the policy, got {len(rewards)}")
+        raise ValueError(
+            f"expected {name} to have {len(turns)} entries, one per turn of the policy, got {len(rewards)}"
+        )
     found = np.zeros(len(mask))
     for reward, (_, stop) in zip(rewards, turns, strict=True):
         found[stop - 1] = reward

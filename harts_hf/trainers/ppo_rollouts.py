@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import nn
 from trl.models.utils import disable_gradient_checkpointing
 
-from harts_hf.rollouts.episodes import TOKEN_REWARDS, TRUNCATED, Episodes
+from harts_hf.rollouts.episodes import TRUNCATED, Episodes
 from harts_hf.trainers.gae import Estimates, estimate_advantages
 from harts_hf.trainers.ppo_policy import (
     ADVANTAGES,
@@ -73,7 +73,9 @@ class TreePPORollouts:
             raise ValueError("expected no 'advantages' from the rollout function (PPO estimates its own), got some")
         truncated = output.get(TRUNCATED)
         if truncated is not None and (len(truncated) != num_prompts or not set(truncated) <= {True, False}):
-            raise ValueError(f"expected {TRUNCATED!r} to be a list of {num_prompts} of true and false, got {truncated}")
+            raise ValueError(
+                f"expected {TRUNCATED!r} to be a list of {num_prompts} of true and false, got {truncated}"
+            )
         return as_token_rewards(output)
 
     def _collect(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -225,7 +227,7 @@ class TreePPORollouts:
         index: NDArray[np.int64],
         final: NDArray[np.float64],
     ) -> NDArray[np.float64]:
-        """Advantages ``[B, C]``, whitened over all ranks if they are to be; logs statistics, adapts the KL's weight."""
+        """Advantages ``[B, C]``, whitened over all ranks if asked for; logs statistics and adapts the KL's weight."""
         mode = "train" if self.model.training else "eval"
         states = values[:, :-1].double().cpu().numpy()[mask]
         given = {
@@ -258,7 +260,9 @@ class TreePPORollouts:
             log.pop("frac_reward_zero_std", None)  # of groups of one
         advantages = estimates.advantages
         if self.args.whiten_advantages:
-            advantages = np.where(mask, (advantages - mean["advantages"]) / math.sqrt(variance["advantages"] + 1e-8), 0.0)
+            advantages = np.where(
+                mask, (advantages - mean["advantages"]) / math.sqrt(variance["advantages"] + 1e-8), 0.0
+            )
         self._show_advantages(advantages, mask, index, len(final))
         return advantages
 

@@ -3,6 +3,7 @@
 Under DDP in float64, with a value head and with a value model; under FSDP2 and ZeRO-3 in float32.
 """
 
+import functools
 import os
 import pickle
 import subprocess
@@ -12,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-
-from harts_hf import TreePPOConfig
 from support.models import tiny_model
 from support.oracle import float64_everywhere
 from support.ppo_oracle import PPOLoop
 from support.ppo_runs import DISTRIBUTED, FAMILY, HEAD, arguments
+from transformers import AutoModelForCausalLM
+
+from harts_hf import TreePPOConfig
 
 SCRIPT = Path(__file__).parent / "train_ppo.py"
 KINDS = {"ddp": "MULTI_CPU", "ddp_model": "MULTI_CPU", "fsdp2": "FSDP", "zero3": "DEEPSPEED"}
@@ -47,8 +48,10 @@ def left(tmp_path_factory):
     return folder, found
 
 
-def followed(folder, ranks, *, with_model):
-    """The plain loop over what both ranks had, and all parameters at the start."""
+@functools.cache
+def followed(folder, *, with_model):
+    """The plain loop over what both ranks had, and all parameters at the start; backends had the same."""
+    ranks = [pickle.loads((folder / f"ddp-{rank}").read_bytes()) for rank in (0, 1)]
     plain = tiny_model(FAMILY, dtype=torch.float64, seed=1)
     critic = tiny_model(FAMILY, dtype=torch.float64, seed=5) if with_model else None
     models = [plain] if critic is None else [plain, critic]
@@ -65,7 +68,7 @@ def test_equals_the_loop(kind, left):
     """Parameters of the policy, of the value head and of the value model; losses; what is saved."""
     folder, found = left
     ranks = found[kind]
-    loop, models, starts = followed(folder, ranks, with_model=kind.endswith("_model"))
+    loop, models, starts = followed(folder, with_model=kind.endswith("_model"))
     head = {"critic.weight": loop.weight, "critic.bias": loop.bias}
     begun = dict(zip(head, HEAD, strict=True))
     for model, start, got in zip(models, starts, (ranks[0]["parameters"], ranks[0]["values"]), strict=False):

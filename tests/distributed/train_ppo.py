@@ -17,6 +17,7 @@ def main() -> None:
     """See the module."""
     folder, kinds, rank = Path(sys.argv[1]), sys.argv[2:], int(os.environ["RANK"])
     from accelerate.state import AcceleratorState
+    from support import recorded
     from support.episodes import RaggedRollouts
     from support.models import tiny_model
     from support.oracle import float64_everywhere
@@ -24,7 +25,6 @@ def main() -> None:
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     from harts_hf import TreePPOConfig, TreePPOTrainer
-    from support import recorded
 
     for kind in kinds:
         backend = kind.partition("_")[0]

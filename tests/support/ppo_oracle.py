@@ -74,6 +74,7 @@ class PPOLoop:
         self.model, self.args, self.critic, self.reference = model, args, critic or model, reference
         self.weight, self.bias = (value.detach().clone().double().requires_grad_() for value in head)
         self.token_rewards, self.is_truncated = token_rewards, is_truncated
+        self._apart = critic is not None
         self.beta = args.beta
         self.logs: list[dict[str, float]] = []
 
@@ -97,7 +98,7 @@ class PPOLoop:
 
     def parameters(self) -> list[Tensor]:
         """What is trained."""
-        models = [self.model] if self.critic is self.model else [self.model, self.critic]
+        models = [self.model, self.critic] if self._apart else [self.model]
         return [p for model in models for p in model.parameters() if p.requires_grad] + [self.weight, self.bias]
 
     def _step(self, states: list[State], num_tokens: Tensor, kl_coef: float) -> None:
@@ -127,11 +128,13 @@ class PPOLoop:
         loss = loss / num_tokens
         self.logs.append({"loss": loss.item(), **{name: value / count for name, value in parts.items()}})
         parameters = self.parameters()
+        valued = {id(p) for p in [self.weight, self.bias, *(self.critic.parameters() if self._apart else ())]}
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None:
-                    parameter -= args.learning_rate * gradient
+                    of_values = args.value_learning_rate if id(parameter) in valued else None
+                    parameter -= (of_values or args.learning_rate) * gradient
 
     def _run(self, state: State, *, detach: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs and entropies ``[C]`` of the completion, values ``[C + 1]``."""
@@ -139,7 +142,7 @@ class PPOLoop:
         log_p, entropy = self._log_probs(self.model, state)
         inner = getattr(self.critic, "get_base_model", lambda: self.critic)()  # adapters are a part of its layers
         hidden = inner.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, len(state.prompt) - 1 :]
-        if detach and self.critic is self.model:
+        if detach and not self._apart:
             hidden = hidden.detach()
         return log_p, entropy, hidden @ self.weight[0] + self.bias[0]
 

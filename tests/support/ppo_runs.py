@@ -22,7 +22,13 @@ HEAD = (
     torch.tensor([0.3], dtype=torch.float64),
 )
 # On two processes; in float64 a head of numbers that float32 holds, too.
-DISTRIBUTED = {"num_iterations": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 5}
+DISTRIBUTED = {
+    "num_iterations": 2,
+    "steps_per_generation": 2,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 5,
+    "value_learning_rate": 0.04,
+}
 
 
 def give_head(trainer: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +111,9 @@ def assert_equals_the_loop(
     return trainer
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> None:
+def assert_same(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
+) -> None:
     """Equal to a part of what training moved them by at most."""
     moved = max((expected[name].detach() - start[name]).abs().max().item() for name in expected)
     assert 1e-4 < moved < 1, f"the training moved parameters by {moved:.1e}: nothing to compare, or chaos"

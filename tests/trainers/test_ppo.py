@@ -9,6 +9,10 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
+from support import recorded
+from support.episodes import RaggedRollouts
+from support.models import tiny_model
+from support.ppo_runs import build_trainer, train
 from transformers import AutoModelForCausalLM
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer, TreePPOConfig
@@ -16,10 +20,6 @@ from harts_hf.errors import UnsupportedModelError
 from harts_hf.trainers.ppo_minibatches import deal_trees
 from harts_hf.trainers.ppo_rewards import as_token_rewards, with_final_rewards
 from harts_hf.trainers.value_head import hide_from_engines
-from support import recorded
-from support.episodes import RaggedRollouts
-from support.models import tiny_model
-from support.ppo_runs import build_trainer, train
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_one_rollout_of_a_prompt(tmp_path):
 
 
 def test_trees_are_dealt_anew():
-    """Each tree once in an epoch, nearly equal parts, another order in the next epoch, on another process; repeatable."""
+    """Each tree once in an epoch, parts nearly equal; another order in the next epoch and on another process."""
     dealt = deal_trees(10, 4, (0, 7, 1))
     assert sorted(np.concatenate(dealt).tolist()) == list(range(10))
     assert [len(part) for part in dealt] == [3, 3, 2, 2]
@@ -242,7 +242,7 @@ def test_engines_get_no_value_head(tmp_path):
 
 
 def test_trl_walks_what_is_hidden():
-    """Contract: ``VLLMGeneration.sync_weights`` sends what its ``_iter_named_params`` gives, looked up on the object."""
+    """Contract: ``VLLMGeneration.sync_weights`` sends what ``_iter_named_params`` gives, looked up on the object."""
     from trl.generation.vllm_generation import VLLMGeneration
 
     names = VLLMGeneration.sync_weights.__code__.co_names

@@ -1,10 +1,9 @@
-"""PPO on trees equals PPO on trajectories: parameters after SGD steps are those of a plain loop over the stock model."""
+"""PPO on trees equals PPO on trajectories: SGD leaves the parameters of a plain loop over the stock model."""
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-
 from support.episodes import RaggedRollouts, episodes_of
 from support.models import tiny_model
 from support.ppo_runs import assert_equals_the_loop
@@ -35,20 +34,22 @@ CUT = {"tree_max_tokens_per_microbatch": 64}
             1,
             id="kl-in-reward-adapted",
         ),
-        pytest.param({"beta": 0.3, "kl_in": "loss", "max_steps": 3, "mask_truncated_completions": True}, 1, id="kl-in-loss"),
+        pytest.param(
+            {"beta": 0.3, "kl_in": "loss", "max_steps": 3, "mask_truncated_completions": True}, 1, id="kl-in-loss"
+        ),
         pytest.param({"value_warmup_steps": 1, "whiten_advantages": False}, 1, id="warm-up"),
         pytest.param({"num_generations": 1, "tree_sharing": "never"}, 1, id="no-groups-no-sharing"),
     ],
 )
 def test_equals_the_loop(tmp_path, options, at_least):
-    """Episodes of any number of samples, truncated ones among them; the fused options of one case need not meet."""
+    """Episodes of any number of samples, truncated ones among them."""
     trainer = assert_equals_the_loop(tmp_path, **options)
     microbatches = [entry["tree/microbatches"] for entry in trainer.state.log_history if "loss" in entry]
     assert max(microbatches) >= at_least
 
 
 def test_rewards_of_turns_and_cuts_that_are_said(tmp_path):
-    """Rewards of turns add to the episode's; an episode that is said to be whole ends with 0, whatever its last token."""
+    """Rewards of turns add to the episode's; one that is said to be whole ends with 0, whatever its last token."""
 
     def of_turns(episode):
         """By tokens: at the last one of each run of the policy's own."""
