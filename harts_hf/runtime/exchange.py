@@ -5,9 +5,8 @@ Derivatives come from every rank whose trajectories pass through a row, and add 
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 
 from harts_hf.planner import Schedule
@@ -45,21 +44,6 @@ def check_same_plan(schedule: Schedule, names: Sequence[str], ranks: Ranks) -> N
 
 
 def plan_hash(schedule: Schedule, names: Sequence[str]) -> int:
-    """63 bits of a hash of the forest's tokens and shape, the microbatches, the ops and what is asked for."""
-    tree = schedule.tree
-    digest = hashlib.blake2b(digest_size=8)
-    ends = [tree.path(index)[-1] for index in range(tree.num_trajectories)]
-    for array in (tree.token_ids, tree.segment_starts, tree.segment_parent, np.array(ends)):
-        _add(digest, array)
-    for microbatch in schedule.microbatches:
-        _add(digest, np.array([microbatch.id, microbatch.rank, *microbatch.trunks]))
-        for spans in (microbatch.row_spans, microbatch.owned_spans, microbatch.prefix_spans):
-            _add(digest, spans)
-    words: Iterable[str] = (f"{rank}:{ops}" for rank, ops in enumerate(schedule.rank_ops))
-    digest.update(repr([schedule.execution, *names, *words]).encode())
+    """63 bits of a hash of the plan (:meth:`harts_hf.planner.Schedule.digest`) and of what is asked for."""
+    digest = hashlib.blake2b(repr([schedule.digest(), *names]).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "big") >> 1
-
-
-def _add(digest: "hashlib.blake2b", array: np.ndarray) -> None:
-    digest.update(np.array(array.shape, np.int64).tobytes())
-    digest.update(np.ascontiguousarray(array, np.int64).tobytes())

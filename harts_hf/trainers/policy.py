@@ -95,7 +95,10 @@ class TreePolicy:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.planner = planner_of(trainer, trainer.model)
-        self.ranks = AccelerateRanks(trainer.accelerator)
+        self.ranks = AccelerateRanks(
+            trainer.accelerator,
+            sharded_by_transformers=getattr(trainer, "is_distributed_loading_by_transformers", False),
+        )
         args = trainer.args
         self.options = RunOptions(
             temperature=trainer.temperature,  # TRL's own head keeps what it is at the start, too

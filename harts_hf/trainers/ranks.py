@@ -42,16 +42,26 @@ def check_backend(accelerator: Any) -> None:
 
 
 class AccelerateRanks(Ranks):
-    """The processes of an ``accelerate.Accelerator``; the one place that says where an optimizer step ends."""
+    """The processes of an ``accelerate.Accelerator``; the one place that says where an optimizer step ends.
 
-    def __init__(self, accelerator: Any) -> None:
+    Args:
+        accelerator: of the trainer.
+        sharded_by_transformers: whether Transformers loaded the model in parts, which Accelerate takes for DDP.
+    """
+
+    def __init__(self, accelerator: Any, *, sharded_by_transformers: bool = False) -> None:
         self.accelerator = accelerator
         self.count = accelerator.num_processes
         self.index = accelerator.process_index
         kind = accelerator.distributed_type
-        self.forwards_meet = kind == DistributedType.FSDP or (
-            kind == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.hf_ds_config.is_zero3()
+        self._is_ddp = kind in DDP and not sharded_by_transformers
+        self.forwards_meet = (
+            sharded_by_transformers
+            or kind == DistributedType.FSDP
+            or (kind == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.hf_ds_config.is_zero3())
         )
+        # Where memory is there for whole parameters after forwards, it is after backwards too.
+        self._stays_whole = kind == DistributedType.FSDP and not accelerator.state.fsdp_plugin.reshard_after_forward
         self._depth = 0  # of together()
         self._told: Exception | None = None  # the error that the other ranks know of
 
@@ -255,7 +265,7 @@ class AccelerateRanks(Ranks):
 
     def scoring_model(self, model: nn.Module) -> nn.Module:
         """DDP's inner module, since its forward may broadcast buffers; else the wrapped one."""
-        return self.accelerator.unwrap_model(model) if self.accelerator.distributed_type in DDP else model
+        return self.accelerator.unwrap_model(model) if self._is_ddp else model
 
     @contextmanager
     def marked(self, is_last: bool) -> Iterator[None]:
@@ -268,15 +278,16 @@ class AccelerateRanks(Ranks):
 
     def around_forward(self, model: nn.Module, *, syncs: bool) -> AbstractContextManager[object]:
         """DDP's reducer is armed by a forward, whose own backward has to come next: only the last one may arm it."""
-        if self.count == 1 or syncs or self.accelerator.distributed_type not in DDP:
+        if self.count == 1 or syncs or not self._is_ddp:
             return nullcontext()
         return self.accelerator.no_sync(model)
 
     def around_backward(
         self, model: nn.Module, outputs: Sequence[torch.Tensor], *, is_last: bool, follows: bool
     ) -> AbstractContextManager[object]:
-        """DDP reduces in the last backward of a step only. FSDP2 reduces in each (keeping unsharded gradients would
-        cost memory). DeepSpeed reduces in each and steps where it is marked as the last."""
+        """DDP reduces in the last backward of a step only. DeepSpeed reduces in each and steps where marked as the
+        last. FSDP2 reduces in each (keeping unsharded gradients would cost memory), and with
+        ``reshard_after_forward: false`` keeps parameters whole until the last."""
         return nullcontext() if self.count == 1 else self._around(model, outputs, is_last, follows)
 
     @contextmanager
@@ -285,7 +296,9 @@ class AccelerateRanks(Ranks):
         if kind == DistributedType.DEEPSPEED and not follows:
             # Only forwards do this: without it, ZeRO-3 has a second backward in a row overwrite the first's gradients.
             model.optimizer.clear_backward_seen_flag()
-        if kind in DDP and is_last and not follows:
+        if self._stays_whole:
+            model.set_reshard_after_backward(is_last)
+        if self._is_ddp and is_last and not follows:
             model.require_backward_grad_sync = model.require_forward_param_sync = True
             model.reducer.prepare_for_backward(list(outputs) if model.find_unused_parameters else [])
         with self.marked(is_last):

@@ -17,7 +17,7 @@ from harts_hf.kernels.conv import torch as conv_torch
 from harts_hf.kernels.gather import torch as gather_torch
 from harts_hf.kernels.linear_attention import torch as linear_torch
 from harts_hf.modeling import Wanted, forwards, patching
-from harts_hf.runtime import TreeWindow, update
+from harts_hf.runtime import TreeWindow, job
 from harts_hf.trainers.rows import PaddedRows
 
 
@@ -196,7 +196,7 @@ def _on_coefficients(monkeypatch: Any, change: Any) -> None:
         loss, found = original(*args)
         return loss, dataclasses.replace(found, rows={**found.rows, "entropy": change(found.rows)})
 
-    _wrap(monkeypatch, update._Job, "loss_and_coefficients", loss_and_coefficients)
+    _wrap(monkeypatch, job.Job, "loss_and_coefficients", loss_and_coefficients)
 
 
 def entropy_of_clipped_tokens_dropped(monkeypatch: Any) -> None:
@@ -222,7 +222,7 @@ def last_trajectory_wins(monkeypatch: Any) -> None:
                     total[row[row >= 0]] = values[row >= 0]
         return total
 
-    _wrap(monkeypatch, update, "collect", collect)
+    _wrap(monkeypatch, job, "collect", collect)
 
 
 def duplicates_counted_once(monkeypatch: Any) -> None:
@@ -237,17 +237,18 @@ def duplicates_counted_once(monkeypatch: Any) -> None:
             kept.append(one)
         return original(gradients, kept, num_rows)
 
-    _wrap(monkeypatch, update, "collect", collect)
+    _wrap(monkeypatch, job, "collect", collect)
 
 
 def _on_plan(monkeypatch: Any, change: Any) -> None:
     """``change(window, index)`` in place of each slice's index of tree rows."""
 
-    def plan(original: Any, *args: Any) -> Any:
-        window, indices = original(*args)
-        return window, [{name: change(window, one) for name, one in index.items()} for index in indices]
+    def constructor(original: Any, self: Any, slices: Any, indices: Any, *args: Any) -> None:
+        window = args[2]
+        changed = [{name: change(window, one) for name, one in index.items()} for index in indices]
+        original(self, slices, changed, *args)
 
-    _wrap(monkeypatch, update.TreeUpdate, "_plan", plan)
+    _wrap(monkeypatch, job.Job, "__init__", constructor)
 
 
 def interior_ends_lost(monkeypatch: Any) -> None:
@@ -286,7 +287,7 @@ def normaliser_of_unique_tokens(monkeypatch: Any) -> None:
             one.batch["num_items_in_batch"] = one.batch["num_items_in_batch"] * unique / total
         original(job, slices, indices, *args)
 
-    _wrap(monkeypatch, update._Job, "__init__", constructor)
+    _wrap(monkeypatch, job.Job, "__init__", constructor)
 
 
 def loss_not_divided_for_accumulation(monkeypatch: Any) -> None:

@@ -1,0 +1,119 @@
+"""The slices of one update on their window: leaves, losses, derivatives."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from harts_hf.modeling import LOG_PROB, WITHOUT_GRADIENT
+from harts_hf.runtime.leaves import check_reach, collect, placeholders, spread
+from harts_hf.runtime.values import TreeValues
+from harts_hf.runtime.window import TreeWindow
+
+Leaves = Mapping[str, torch.Tensor]
+Index = Mapping[str, NDArray[np.int64]]
+
+
+class Job:
+    """The slices of one update on their window: leaves, losses, derivatives."""
+
+    def __init__(
+        self,
+        slices: Sequence[Any],
+        indices: Sequence[Index],
+        loss: Callable[[Any, Leaves], torch.Tensor],
+        names: tuple[str, ...],
+        window: TreeWindow,
+        like: torch.Tensor,
+        loss_device: torch.device | str,
+    ) -> None:
+        self.slices, self.indices, self.loss, self.names = slices, indices, loss, names
+        self.window, self.like, self.loss_device = window, like, loss_device
+
+    def leaves(self, values: TreeValues) -> list[dict[str, torch.Tensor]]:
+        """What the loss of each slice is given, on its device.
+
+        Raises:
+            ValueError: a value that an index does not place.
+        """
+        for index in self.indices:
+            missing = [name for name in values.rows if name not in index]
+            if missing:
+                raise ValueError(
+                    f"expected the index of every slice to name each value asked for, got {', '.join(index)} for "
+                    f"{', '.join(values.rows)}: ask for other names, or let index() place {', '.join(missing)}"
+                )
+        rows = {name: value.to(self.loss_device) for name, value in values.rows.items()}
+        return [
+            {name: spread(value, index[name]) for name, value in rows.items()}
+            | {name: value.to(self.loss_device, copy=True) for name, value in values.sums.items()}
+            for index in self.indices
+        ]
+
+    def losses(self, leaves: Sequence[Leaves]) -> list[torch.Tensor]:
+        """The loss of each slice."""
+        return [self.loss(one, given) for one, given in zip(self.slices, leaves, strict=True)]
+
+    def loss_and_coefficients(self, values: TreeValues) -> tuple[torch.Tensor, TreeValues]:
+        """The sum of the losses, detached, and its derivatives by each value of the tree and each sum."""
+        given = self.leaves(values)
+        leaves = [{k: leaf.requires_grad_() for k, leaf in one.items() if k not in WITHOUT_GRADIENT} for one in given]
+        losses = self.losses(given)
+        for loss, one in zip(losses, leaves, strict=True):
+            check_reach(loss, list(one.values()))
+        gradients = [
+            dict(zip(one, torch.autograd.grad(loss, list(one.values()), allow_unused=True), strict=True))
+            for loss, one in zip(losses, leaves, strict=True)
+        ]
+        coefficients = TreeValues(
+            rows={
+                name: collect(
+                    [one[name] for one in gradients], [index[name] for index in self.indices], len(value)
+                ).to(self.like.device)
+                for name, value in values.rows.items()
+                if name not in WITHOUT_GRADIENT
+            },
+            sums={
+                name: sum(
+                    (one[name].to(value.device) for one in gradients if one[name] is not None), torch.zeros_like(value)
+                )
+                for name, value in values.sums.items()
+            },
+        )
+        return torch.stack([loss.detach() for loss in losses]).sum(), coefficients
+
+    def coefficients_of_placeholders(self, *, compare: bool) -> TreeValues | None:
+        """The derivatives; None if those by log-probs are not the same at all placeholders, or others are not 0.
+
+        Args:
+            compare: whether that is tried; if not, they are taken at the first placeholders as they are.
+        """
+        first: TreeValues | None = None
+        known = True
+        # The loss of every placeholder, even where the first says it all: ranks have to call theirs equally often.
+        for values in placeholders(self.names, self.window.tree.num_tokens, self.like.to(self.loss_device)):
+            _, found = self.loss_and_coefficients(values)
+            if not compare:
+                return found
+            found = without_zeros(found)
+            known = known and found.names == (LOG_PROB,)
+            known = known and torch.equal((first or found).rows[LOG_PROB], found.rows[LOG_PROB])
+            first = first or found
+        return first if known else None
+
+    def wanted(self) -> dict[str, torch.Tensor]:
+        """By name, ``[N]`` bool, rows whose values the loss reads."""
+        found = {}
+        for name in self.names:
+            mask = np.zeros(self.window.tree.num_tokens, bool)
+            for index in self.indices:
+                mask[index[name][index[name] >= 0]] = True
+            found[name] = torch.from_numpy(mask).to(self.like.device)
+        return found
+
+
+def without_zeros(coefficients: TreeValues) -> TreeValues:
+    """Without those by values other than log-probs that are 0, which would be paid for."""
+    return coefficients.without(n for n, value in coefficients.rows.items() if n != LOG_PROB and not value.any())
