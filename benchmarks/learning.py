@@ -1,8 +1,9 @@
 """Does a recipe learn: `python -m benchmarks.learning babyai_grpo` trains recipes/babyai_grpo.yaml with three seeds.
 
 Recipes: tiny_grpo, tiny_ppo, babyai_grpo, textarena_grpo, each with a bar (`CASES`): mean reward of the first and of
-the last 20 steps, and seconds of training, for every seed. Written beside them: what random actions and the best play get by the
-same limits. Nothing is reported unless tree log-probs of freshly sampled rollouts equal those of the unpatched model.
+the last 20 steps, and seconds of training, for every seed. Written beside them: what random actions and the best play
+get by the same limits. Nothing is reported unless tree log-probs of freshly sampled rollouts equal those of the
+unpatched model.
 One core; results/<recipe>.json, and its curves in results/<recipe>.png.
 """
 

@@ -10,6 +10,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl import GRPOTrainer
+from trl.trainer.utils import disable_dropout_in_model
 
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling import patch, vocab_size_of
@@ -23,7 +24,7 @@ from harts_hf.trainers.ppo_policy import OTHERWISE, TreeActorCritic
 from harts_hf.trainers.ppo_rollouts import TREE, TreePPORollouts
 from harts_hf.trainers.resuming import load_weights
 from harts_hf.trainers.step import TreeStep
-from harts_hf.trainers.value_head import hide_from_engines, is_of_value_head, load_head, save_head
+from harts_hf.trainers.value_head import head_taken_out, hide_from_engines, is_of_value_head, load_head, save_head
 
 KL_FILE = "ppo_state.json"
 VALUE_MODEL_FOLDER = "value_model"
@@ -84,6 +85,8 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
             )
         if self.args.gradient_checkpointing:
             self.value_model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
+        if self.args.disable_dropout:
+            disable_dropout_in_model(self.value_model)
         patch(self.value_model.to(self.args.device))
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -157,16 +160,18 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
         if tree.value_model is None:
             save_head(tree.head, folder, writes=self.args.should_save)
         elif self.args.should_save:
-            value_model: Any = self.accelerator.unwrap_model(tree.value_model)
-            state = {name: value for name, value in value_model.state_dict().items() if not is_of_value_head(name)}
-            value_model.save_pretrained(folder / VALUE_MODEL_FOLDER, state_dict=state)
             save_head(tree.head, folder / VALUE_MODEL_FOLDER, writes=True)
+            value_model: Any = self.accelerator.unwrap_model(tree.value_model)
+            with head_taken_out(value_model):
+                value_model.save_pretrained(folder / VALUE_MODEL_FOLDER)
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if state_dict is None:
-            state_dict = self.accelerator.unwrap_model(self.model).state_dict()
-        super()._save(output_dir, {name: v for name, v in state_dict.items() if not is_of_value_head(name)})
+        if state_dict is not None:
+            super()._save(output_dir, {name: v for name, v in state_dict.items() if not is_of_value_head(name)})
+            return
+        with head_taken_out(self.accelerator.unwrap_model(self.model)):
+            super()._save(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -52,7 +52,7 @@ class PolicyTokens:
 def policy_loss(
     log_probs: torch.Tensor, entropies: torch.Tensor, tokens: PolicyTokens, terms: PolicyTerms
 ) -> tuple[torch.Tensor, Sums]:
-    """The sum over tokens of ``-w min(r A, clip(r) A) - entropy_weight H + kl_weight k3``, r being the ratio to the old.
+    """The sum over tokens of ``-w min(r A, clip(r) A) - entropy_weight H + kl_weight k3``, r the ratio to the old.
 
     Args:
         log_probs: ``[T]``, what the loss is differentiated by.

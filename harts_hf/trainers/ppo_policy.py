@@ -18,6 +18,8 @@ POLICY_VALUES = (LOG_PROB, ENTROPY)
 # Entries of a batch, beside TRL's and IS_TRAINED: [B, C] each, and a number.
 OLD_LOG_PROBS, REFERENCE, SAMPLER_RATIO = "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"
 ADVANTAGES, RETURNS, OLD_VALUES, KL_COEF = "advantages", "returns", "old_values", "kl_coef"
+# Trained tokens of a generation batch, of all processes: TRL's entry, but without episodes that have no reward.
+NUM_TRAINED = "num_items_in_batch"
 # [L] tokens that a process runs if it has no row in a minibatch.
 OTHERWISE = "otherwise"
 
@@ -163,7 +165,7 @@ class TreeActorCritic(TreePolicy):
             )
             total = total + trainer.args.vf_coef * loss
             self._sums |= sums
-        num_tokens = max(float(batch["num_items_in_batch"]), 1.0) / self._num_minibatches
+        num_tokens = max(float(batch[NUM_TRAINED]), 1.0) / self._num_minibatches
         result: torch.Tensor = total * (self.ranks.count / num_tokens)
         return result
 

@@ -14,6 +14,7 @@ from harts_hf.trainers.gae import Estimates, estimate_advantages
 from harts_hf.trainers.ppo_policy import (
     ADVANTAGES,
     KL_COEF,
+    NUM_TRAINED,
     OLD_LOG_PROBS,
     OLD_VALUES,
     OTHERWISE,
@@ -120,7 +121,7 @@ class TreePPORollouts:
         with self._tree.ranks.together():  # values that are no numbers, on one rank
             mask, estimates = self._masked_estimates(output, values, kl, index, final)
         kl_coef = self.beta
-        advantages = self._whitened_and_logged(estimates, values, mask, kl, index, final)
+        advantages, num_trained = self._whitened_and_logged(estimates, values, mask, kl, index, final)
 
         device, dtype = values.device, values.dtype
         output |= {
@@ -129,6 +130,7 @@ class TreePPORollouts:
             OLD_VALUES: values[:, :-1],
             OLD_LOG_PROBS: output.get(OLD_LOG_PROBS, own),
             IS_TRAINED: torch.from_numpy(mask).to(device),
+            NUM_TRAINED: torch.tensor(num_trained, dtype=torch.float64),
             KL_COEF: torch.tensor(kl_coef, dtype=torch.float64),
             TREE: torch.from_numpy(self._trees(index, len(inputs))).to(device),
             OTHERWISE: output["prompt_ids"][0][output["prompt_mask"][0] > 0],
@@ -226,8 +228,12 @@ class TreePPORollouts:
         kl: torch.Tensor | None,
         index: NDArray[np.int64],
         final: NDArray[np.float64],
-    ) -> NDArray[np.float64]:
-        """Advantages ``[B, C]``, whitened over all ranks if asked for; logs statistics and adapts the KL's weight."""
+    ) -> tuple[NDArray[np.float64], float]:
+        """Logs statistics over all ranks, and adapts the KL's weight.
+
+        Returns:
+            Advantages ``[B, C]``, whitened if that is asked for; the number of trained tokens of all ranks.
+        """
         mode = "train" if self.model.training else "eval"
         states = values[:, :-1].double().cpu().numpy()[mask]
         given = {
@@ -264,7 +270,7 @@ class TreePPORollouts:
                 mask, (advantages - mean["advantages"]) / math.sqrt(variance["advantages"] + 1e-8), 0.0
             )
         self._show_advantages(advantages, mask, index, len(final))
-        return advantages
+        return advantages, total["tokens"]
 
     def _adapted(self, coefficient: float, found: float, episodes: float) -> float:
         """Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (arXiv 1909.08593), section 2.2."""

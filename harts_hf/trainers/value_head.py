@@ -1,6 +1,7 @@
 """The value head: a linear layer on a causal language model's last hidden states, and its life in a trainer."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,18 @@ def add_value_head(model: nn.Module, *, in_fp32: bool) -> ValueHead:
 def head_of(model: nn.Module) -> Any:
     """The value head of an unwrapped model."""
     return getattr(causal_lm_of(model), HEAD)
+
+
+@contextmanager
+def head_taken_out(model: nn.Module) -> Iterator[None]:
+    """Inside, an unwrapped model is without its value head, if it has one."""
+    modules = causal_lm_of(model)._modules
+    head = modules.pop(HEAD, None)
+    try:
+        yield
+    finally:
+        if head is not None:
+            modules[HEAD] = head
 
 
 def is_of_value_head(name: str) -> bool:
