@@ -198,6 +198,7 @@ CHECKPOINTS = {
 }
 
 
+@pytest.mark.essential("head")
 @pytest.mark.parametrize("kind", ["head", "lora", "model"])
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, kind):
     """Bit for bit, in the middle of an epoch; the policy's files have no value head and load by themselves."""

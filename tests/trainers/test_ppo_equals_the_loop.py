@@ -8,9 +8,11 @@ from support.episodes import RaggedRollouts, episodes_of
 from support.models import tiny_model
 from support.ppo_runs import assert_equals_the_loop
 
+pytestmark = pytest.mark.slow
 CUT = {"tree_max_tokens_per_microbatch": 64}
 
 
+@pytest.mark.essential("samples-cut", "epochs-of-minibatches-clipped")
 @pytest.mark.parametrize(
     ("options", "at_least"),
     [
