@@ -254,9 +254,9 @@ class TreePPORollouts:
         for name in ("advantages", "returns", "values"):
             log[f"{name}/mean"].append(mean[name])
             log[f"{name}/std"].append(math.sqrt(variance[name]))
-        log["explained_variance"].append(
-            1 - variance["errors"] / variance["returns"] if variance["returns"] else math.nan
-        )
+        # Of equal returns nothing is left to explain but rounding.
+        says = variance["returns"] > 1e-12 * max(1.0, mean["returns"] ** 2)
+        log["explained_variance"].append(1 - variance["errors"] / variance["returns"] if says else math.nan)
         if kl is not None:
             log["kl_coef"].append(self.beta)
             log["kl_per_episode"].append(total["kl"] / max(total["episodes"], 1.0))
