@@ -25,7 +25,7 @@ def about() -> dict[str, Any]:
     import torch
 
     versions = {"torch": torch.__version__}
-    for package in ("triton", "fla-core", "flash-attn-4", "transformers"):
+    for package in ("triton", "fla-core", "flash-attn-4", "transformers", "accelerate", "trl", "deepspeed"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

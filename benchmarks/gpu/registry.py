@@ -213,3 +213,42 @@ STEP_ROWS = {
     "13": StepRow(13, "always", True, slow=True),
     "0-never": StepRow(0, "never", True, slow=True),
 }
+
+
+# ---- several GPUs ---------------------------------------------------------------------------------------------------
+
+
+class RanksRun(NamedTuple):
+    """Optimizer steps on groups of :data:`STEP_WORKLOAD`.
+
+    ``phases`` are ``tree_execution:tree_placement``, with ``:NAME`` of a variant of the backend behind, if any.
+    """
+
+    backend: str
+    groups: tuple[int, ...]
+    phases: tuple[str, ...]
+    seconds: int = 130
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.backend == "one" else RANKS_DIVISOR
+
+
+RANKS_DIVISOR = 2  # processes of a run; all runs take as many rows of their groups as these divide, one process's too
+RANKS_MODEL, RANKS_BUDGET = "ling-3.0-tiny", 32768
+_FOUR, _EIGHT = (0, 1, 2, 3), tuple(range(8))
+_BOTH = ("replay:global", "auto:global")
+# In the order in which they are run, should time be short.
+RANKS_RUNS = {
+    "one-4": RanksRun("one", _FOUR, _BOTH, 200),
+    "fsdp2-kept-4": RanksRun("fsdp2-kept", _FOUR, (*_BOTH, "replay:global:reduced-last")),
+    "fsdp2-4": RanksRun("fsdp2", _FOUR, _BOTH),
+    "one-1": RanksRun("one", (1,), ("auto:auto",)),
+    "fsdp2-kept-1": RanksRun("fsdp2-kept", (1,), ("auto:auto",)),
+    "ddp-4": RanksRun("ddp", _FOUR, _BOTH),
+    "zero3-4": RanksRun("zero3", _FOUR, _BOTH),
+    "one-8": RanksRun("one", _EIGHT, ("replay:global",)),
+    "fsdp2-kept-8": RanksRun("fsdp2-kept", _EIGHT, ("replay:global",)),
+    "ddp-1": RanksRun("ddp", (1,), ("auto:auto",)),
+    "zero3-modules-4": RanksRun("zero3-modules", _FOUR, ("replay:global",)),
+}

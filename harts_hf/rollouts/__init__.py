@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from harts_hf.rollouts.growing_forks import EntropyForks as EntropyForks
     from harts_hf.rollouts.recorded_rollouts import RecordedRollouts as RecordedRollouts
     from harts_hf.rollouts.recorded_rollouts import recorded_reward as recorded_reward
+    from harts_hf.rollouts.supervised import supervised_dataset as supervised_dataset
 
 # Names are resolved on first use: readers of rollout files need no torch, and only agents need the extra `agents`.
 _HOMES = {
@@ -40,6 +41,7 @@ _HOMES = {
     "TreeRolloutCollector": "collector",
     "TurnForks": "forks",
     "environment_reward": "collector",
+    "supervised_dataset": "supervised",
     "recorded_reward": "recorded_rollouts",
 }
 _HOMES_IN_EXTRAS = {"AgentRolloutCollector": "gateway", "agent_reward": "gateway"}

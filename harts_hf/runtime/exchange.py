@@ -45,5 +45,10 @@ def check_same_plan(schedule: Schedule, names: Sequence[str], ranks: Ranks) -> N
 
 def plan_hash(schedule: Schedule, names: Sequence[str]) -> int:
     """63 bits of a hash of the plan (:meth:`harts_hf.planner.Schedule.digest`) and of what is asked for."""
-    digest = hashlib.blake2b(repr([schedule.digest(), *names]).encode(), digest_size=8)
+    return hash_of(schedule.digest(), *names)
+
+
+def hash_of(*parts: object) -> int:
+    """63 bits of a hash of things whose ``repr`` says all of them, the same in every process."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "big") >> 1

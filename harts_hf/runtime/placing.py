@@ -79,6 +79,7 @@ def place(
         tree = RolloutTree.from_trajectories(together)
         found = [(one, one(tree, rank=ranks.index)) for one in (_for_ranks(one, ranks.count) for one in planners)]
     used, window = min(found, key=lambda pair: pair[1].schedule.estimated_seconds)
+    check_same_plan(window.schedule, names, ranks)  # before estimates, which decide what ranks do next, are compared
     seconds = window.schedule.estimated_seconds + exchange_seconds(tree.num_tokens)
     if choice == "auto" and planner.config.sharing != "always":
         alone = own or [stand_in()]
@@ -87,7 +88,6 @@ def place(
             local, local_seconds = _placed_locally(planners, alone, ranks)
             if _agreed(ranks, local_seconds) < _agreed(ranks, seconds):
                 return local
-    check_same_plan(window.schedule, names, ranks)
     return Placed(window=window, planner=used, first=first, placement="global")
 
 

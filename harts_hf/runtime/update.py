@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from harts_hf.modeling import LABEL_VALUES
-from harts_hf.runtime.exchange import add_up_values, any_of_ranks
+from harts_hf.runtime.exchange import add_up_values, any_of_ranks, hash_of
 from harts_hf.runtime.job import Index, Job, Leaves, without_zeros
 from harts_hf.runtime.leaves import spread
 from harts_hf.runtime.ops import Mode
@@ -177,7 +177,7 @@ class TreeUpdate:
         with ranks.together():
             rows = [rows_of(one) for one in slices]
             trajectories = [_checked(one.trajectories()) for one in rows]
-        needed_by = self._agreed_reason(reason if unscored == "never" else "", len(slices))
+        needed_by = self._agreed_reason((reason or "loss") if unscored == "never" else "", len(slices), names)
         placed = place(
             self.planner,
             [tokens for part in trajectories for tokens in part],
@@ -230,14 +230,25 @@ class TreeUpdate:
             exchanged_bytes=ranks.exchanged_bytes - bytes_before,
         )
 
-    def _agreed_reason(self, own: str, num_slices: int) -> str | None:
-        """Why scores are needed: the first reason of any rank, since all have to call their losses equally often."""
+    def _agreed_reason(self, own: str, num_slices: int, names: tuple[str, ...]) -> str | None:
+        """Why scores are needed: the first reason of any rank, since all have to call their losses equally often.
+
+        What decides which collectives come next is compared first: with other settings, ranks would meet in different
+        ones, before any plan could be compared.
+        """
         if self.ranks.count == 1:
             return own or None
-        found = self.ranks.gather(int(bool(own)), num_slices, PLACEMENTS.index(self.placement))
-        if len({numbers[1:] for numbers in found}) > 1:
-            listed = ", ".join(f"{number} and {PLACEMENTS[choice]}" for _, number, choice in found)
+        settings = hash_of(self.planner, names)
+        found = self.ranks.gather(int(bool(own)), num_slices, PLACEMENTS.index(self.placement), settings)
+        if len({numbers[1:3] for numbers in found}) > 1:
+            listed = ", ".join(f"{number} and {PLACEMENTS[choice]}" for _, number, choice, _ in found)
             raise ValueError(f"expected the same number of slices and placement on every process, got {listed}")
+        if len({numbers[3] for numbers in found}) > 1:
+            listed = ", ".join(f"{one[3]:016x} on process {rank}" for rank, one in enumerate(found))
+            raise ValueError(
+                "expected the same settings of plans (tree_*, the cost model) and names of values on every process, got "
+                f"the hashes {listed}; this one has {self.planner.config}"
+            )
         return next(filter(None, self.ranks.gather_texts(own))) if any(one for one, *_ in found) else None
 
     def _is_cut(self, window: TreeWindow) -> bool:

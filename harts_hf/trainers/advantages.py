@@ -41,9 +41,16 @@ class TreeAdvantages:
 
         Raises:
             ValueError: advantages of another length than the completions, or not finite.
+            OtherRankError: those of another process.
         """
         parent: Any = super()
-        output = parent._generate_and_score_completions(inputs)
+        output: dict[str, Any] = parent._generate_and_score_completions(inputs)
+        with self._tree.ranks.together():
+            self._give_advantages(output)
+        return output
+
+    def _give_advantages(self, output: dict[str, Any]) -> None:
+        """Replaces the advantages of a batch, and checks them."""
         per_token: list[Any] | None = self._given_advantages
         if per_token is None and getattr(self.args, "tree_credit", "trajectory") != "trajectory":
             per_token = self._turn_advantages(output)
@@ -54,7 +61,6 @@ class TreeAdvantages:
         if not finite.all():
             row = int((~finite).nonzero()[0, 0])
             raise ValueError(f"expected finite advantages, got {output['advantages'][row].tolist()} in row {row}")
-        return output
 
     def _turn_advantages(self, output: dict[str, Any]) -> list[np.ndarray]:
         mode = "train" if self.model.training else "eval"

@@ -30,6 +30,7 @@ from harts_hf.trainers.lengths import log_lengths
 from harts_hf.trainers.off_policy import has_unknown
 from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.replacing import replaced
+from harts_hf.trainers.rewarding import guarded
 from harts_hf.trainers.weighing import UNITS, WEIGHTED_ITEMS, WEIGHTS, StepTotals, Unit, trained, weighed_loss
 
 
@@ -66,6 +67,7 @@ class TreeEpisodes:
     _tokenizer: Any
     loss_type: str
     _calculate_rewards: Any
+    reward_funcs: Any
     # What TreeHooks sets.
     _tree: TreePolicy
 
@@ -98,16 +100,16 @@ class TreeEpisodes:
         error: Exception | None = None
         try:
             output = self._checked(self._user_rollout_func(prompts, trainer), len(prompts))
+            state = _state(output)
+            output = dict(output)
+            self._off_policy = bool(output.pop(OFF_POLICY, False))
+            if state.episode:
+                ends = (*self.eos_token_ids, self._tokenizer.pad_token_id) if self.mask_truncated_completions else None
+                output, self._episodes = read_episodes(output, len(prompts), self.eos_token_ids[0], whole_ends=ends)
+                self._rows = output
         except Exception as found:
-            error = found
-        state = _state(output, error)
+            error, state = found, _State(f"{type(found).__name__}: {found}", False, False, False)
         self._has_unknown = self._agree(state, error)
-        output = dict(output)
-        self._off_policy = bool(output.pop(OFF_POLICY, False))
-        if state.episode:
-            ends = (*self.eos_token_ids, self._tokenizer.pad_token_id) if self.mask_truncated_completions else None
-            output, self._episodes = read_episodes(output, len(prompts), self.eos_token_ids[0], whole_ends=ends)
-            self._rows = output
         self._given_advantages = output.pop("advantages", None)
         self._given_rewards = output.pop(TOKEN_REWARDS, None)
         if self._episodes is None:
@@ -197,11 +199,18 @@ class TreeEpisodes:
 
         Raises:
             ValueError: an infinite reward: TRL would turn what follows from it into huge finite advantages.
+            OtherRankError: a reward function failed on another process.
         """
         episodes = self._episodes
         if episodes is not None:
             completion_ids_list = [completion_ids_list[row] for row in episodes.last_rows]
-        rewards: torch.Tensor = calculate(inputs, prompts, completions, completion_ids_list)
+        rewards: torch.Tensor
+        errors: list[Exception] = []
+        with replaced(self, "reward_funcs", guarded(self.reward_funcs, errors)):
+            rewards = calculate(inputs, prompts, completions, completion_ids_list)
+        with self._tree.ranks.together():
+            if errors:
+                raise errors[0]
         if episodes is not None:
             is_empty = torch.as_tensor(episodes.is_empty, device=rewards.device)
             rewards = rewards.masked_fill(self.accelerator.gather(is_empty)[:, None], torch.nan)
@@ -280,9 +289,7 @@ class TreeEpisodes:
         return loss
 
 
-def _state(output: Mapping[str, Any], error: Exception | None) -> _State:
-    if error is not None:
-        return _State(f"{type(error).__name__}: {error}", False, False, False)
+def _state(output: Mapping[str, Any]) -> _State:
     is_off_policy = bool(output.get(OFF_POLICY))
     has_episodes = output.get("episode") is not None
     return _State("", has_episodes, is_off_policy, is_off_policy and has_unknown(output))

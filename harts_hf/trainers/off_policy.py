@@ -50,8 +50,10 @@ class TreeOffPolicy:
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         logits_to_keep: int,
-        *args: Any,
-        **more: Any,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **vision: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
         """TreeHooks'. The policy's own old log-probs, where recorded ones will replace them, are zeros: no forward."""
         parent: Any = super()
@@ -64,7 +66,14 @@ class TreeOffPolicy:
         ):
             return torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None
         found: tuple[torch.Tensor, torch.Tensor | None, Any] = parent._get_per_token_logps_and_entropies(
-            model, input_ids, attention_mask, logits_to_keep, *args, **more
+            model,
+            input_ids,
+            attention_mask,
+            logits_to_keep,
+            batch_size,
+            compute_entropy=compute_entropy,
+            compute_aux_loss=compute_aux_loss,
+            **vision,
         )
         return found
 

@@ -158,15 +158,15 @@ class TreePolicy:
     def step(self, model: nn.Module, num_items: Any) -> UpdateReport:
         """Runs the kept slices as one update, with TRL's own loss."""
         slices, self.slices = self.slices, []
-        self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
+        with self.ranks.together():
+            self._check_keys([one.batch for one in slices])
+            self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
         loss_device = self._loss_device(slices)
         if loss_device is not None:
             num_items = num_items.cpu() if isinstance(num_items, torch.Tensor) else num_items
             slices = [replace(one, batch=batch) for one, batch in zip(slices, on_cpu(slices), strict=True)]
         self._inner = {id(one): self._unwrapped(one) for one in (model, self.trainer.model)}
         try:
-            with self.ranks.together():
-                self._check_keys([one.batch for one in slices])
             self.totals = self._totals([one.batch for one in slices])
             reasons = [self._reason_to_score(one) for one in slices]
             reason = next((found for found in reasons if found is not None), None)

@@ -28,7 +28,8 @@ class TreeTexts(TreePolicy):
     def step(self, model: nn.Module, num_items: Any) -> UpdateReport:
         """Runs the kept slices as one update, with TRL's own loss."""
         slices, self.slices = self.slices, []
-        self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
+        with self.ranks.together():
+            self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
         depends_on_values = self.trainer.args.loss_type != "nll"
         try:
             return self._update(model, self.trainer.args.device).run(

@@ -20,6 +20,7 @@ class TreeStep(_BaseTrainer):
 
     # What TreeHooks and TRL's trainer set.
     args: Any
+    model: Any
     _tree: TreePolicy
     _metrics: Any
 
@@ -27,7 +28,9 @@ class TreeStep(_BaseTrainer):
         self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Returns the slice's loss, detached; all of it at the last micro-step, as their sum is what is logged."""
-        if self.accelerator.sync_gradients or not model.training:  # goes through all modules
+        # Goes through all modules, so not at every micro-step. An evaluation leaves the model inside a wrapper of DDP or
+        # DeepSpeed in eval mode, and the wrapper as it was.
+        if self.accelerator.sync_gradients or not (model.training and self.model.training):
             model.train()
         optimizer: Any = self.optimizer
         if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers

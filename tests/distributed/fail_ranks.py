@@ -54,12 +54,51 @@ def in_rows(trainer, rank):
 
 
 def in_settings(trainer, rank):
-    """Rank 1 plans with another limit."""
+    """Rank 1 plans with another limit, and compares plans of its own with those of all ranks."""
     from dataclasses import replace
 
+    trainer.args.tree_placement = "auto"
     planner = trainer._tree.planner
     limit = 64 + 64 * rank
-    trainer._tree.planner = replace(planner, config=replace(planner.config, max_tokens_per_microbatch=limit))
+    trainer._tree.planner = replace(
+        planner, config=replace(planner.config, sharing="auto", max_tokens_per_microbatch=limit)
+    )
+
+
+def in_plans(trainer, rank):
+    """Rank 1's planner makes other plans of the same settings."""
+    from dataclasses import replace
+
+    from harts_hf.runtime import window
+
+    stock = window.plan_window
+    if rank == 1:
+        window.plan_window = lambda tree, config: stock(tree, replace(config, max_tokens_per_microbatch=128))
+    return lambda: setattr(window, "plan_window", stock)
+
+
+def in_reward(trainer, rank):
+    """Rank 1's reward function."""
+
+    def reward(completions, **extra):
+        if rank == 1:
+            raise LookupError("no such test")
+        return [0.0] * len(completions)
+
+    trainer.reward_funcs[0] = reward
+
+
+def in_advantages(trainer, rank):
+    """Rank 0's rollouts have advantages that are not finite in float32."""
+    stock = trainer.rollout_func
+
+    def rollouts(prompts, trainer):
+        output = stock(prompts, trainer)
+        if rank == 0:
+            output["advantages"] = [[1e39] * len(row) for row in output["completion_ids"]]
+        return output
+
+    trainer.rollout_func = rollouts
 
 
 def in_scoring(trainer, rank):
@@ -96,6 +135,9 @@ FAILURES = {
     "collectives": in_collectives,
     "rows": in_rows,
     "settings": in_settings,
+    "plans": in_plans,
+    "reward": in_reward,
+    "advantages": in_advantages,
     "scoring": in_scoring,
     "op": in_op,
 }

@@ -17,7 +17,10 @@ EXPECTED = {
         "ValueError: expected prompts of at least one",
         "OtherRankError: process 0 raised ValueError: expected pr",
     ),
-    "settings": ("the same plan on every process, got the hashes", "the same plan on every process, got the hashes"),
+    "settings": ("the same settings of plans (tree_*, the cost model) and names",) * 2,
+    "plans": ("the same plan on every process, got the hashes",) * 2,
+    "reward": ("OtherRankError: process 1 raised LookupError: no such test", "LookupError: no such test"),
+    "advantages": ("ValueError: expected finite advantages", "process 0 raised ValueError: expected finite adv"),
     "scoring": ("process 1 raised OutOfMemoryError: no memory is left", "OutOfMemoryError: no memory is left"),
 }
 pytestmark = pytest.mark.distributed

@@ -34,8 +34,8 @@ DDP = [
     "ddp:qwen3_5_text:stock:uneven:unused",
     "ddp:qwen3_5_text:random:nested:uneven:unused",
     "ddp:qwen3_5_text:local:nested:uneven:unused",
-    "ddp:qwen3_5_text:stock:scored:entropy",
-    "ddp:qwen3_5_text:global:whole:scored:entropy",
+    "ddp:qwen3_5_text:stock:scored:entropy:evaluated",
+    "ddp:qwen3_5_text:global:whole:scored:entropy:evaluated",
     "ddp:bailing_hybrid:global:nested:checkpointing:unarmed",
 ]
 FSDP = [
@@ -101,6 +101,10 @@ def check(found: dict[str, list[dict]], case: str) -> None:
     for stock_log, log in zip(stock[0]["logs"][:-1], ours[0]["logs"][:-1], strict=True):
         for name in {"loss", "entropy", "reward", "clip_ratio/region_mean", "clip_ratio/low_min"} & stock_log.keys():
             assert log[name] == pytest.approx(stock_log[name], abs=1e-5), name
+        if "eval_loss" in log:
+            assert log["eval_loss"] == pytest.approx(stock_log["eval_loss"], abs=1e-5)
+            assert log["eval_num_tokens"] == stock_log["eval_num_tokens"]
+            continue
         assert log["tree/global_placement"] == (kind != "local")
         if "idle" not in options:  # a step may have a single microbatch then
             assert log["tree/scoring_skipped"] == ("nested" in options and backend != "fsdp2_whole")
@@ -111,7 +115,7 @@ def check(found: dict[str, list[dict]], case: str) -> None:
     for other in ours[1:]:  # metrics count the world, and are the same everywhere
         for log, same in zip(ours[0]["logs"][:-1], other["logs"][:-1], strict=True):
             names = [name for name in log if name.startswith("tree/")]
-            assert names and [log[name] for name in names] == [same[name] for name in names]
+            assert (names or "eval_loss" in log) and [log[name] for name in names] == [same[name] for name in names]
 
 
 @pytest.fixture(scope="module")

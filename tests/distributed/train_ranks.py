@@ -37,6 +37,7 @@ OPTIONS = {
     "unused": {"ddp_find_unused_parameters": True, "gradient_checkpointing": False},
     "scored": {"num_iterations": 2, "epsilon": 0.02, "learning_rate": 0.01},
     "entropy": {"entropy_coef": 0.05},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
     "lora": {},
     "unarmed": {},  # planted: DDP's reducer is not told of a last backward that does not follow its forward
     "unflagged": {},  # planted: nor is ZeRO-3 told that another backward begins
@@ -128,6 +129,7 @@ def run(case: str, folder: Path) -> dict:
         recorded.recorded_reward,
         args=config,
         train_dataset=recorded.dataset(),
+        eval_dataset=recorded.dataset() if "evaluated" in options else None,
         processing_class=recorded.tokenizer(),
         rollout_func=rollouts_for(options),
         peft_config=lora() if "lora" in options else None,

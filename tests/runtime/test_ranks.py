@@ -1,6 +1,7 @@
 """Ranks that share one forest give, together, the gradient of the mean of their losses; ranks are threads here."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -238,6 +239,25 @@ def test_a_rank_that_fails(on):
     assert isinstance(raised[on], KeyError)
     assert isinstance(raised[1 - on], OtherRankError)
     assert str(raised[1 - on]) == f"process {on} raised KeyError: 'a column'"
+
+
+@pytest.mark.parametrize("placement", ["auto", "global", "local"])
+@pytest.mark.parametrize(
+    "change", [{"max_tokens_per_microbatch": 128}, {"execution": "nested"}, {"sharing": "always"}]
+)
+def test_other_settings(change, placement):
+    """Ranks that would meet in other collectives than one another all say so, before the first of them."""
+    slices = parts(2)
+    models = [patched(new_model()) for _ in slices]
+    planner = PlannerConfig(max_tokens_per_microbatch=64)
+
+    def work(ranks):
+        own = WindowPlanner(config=replace(planner, **change) if ranks.index else planner)
+        update = TreeUpdate(models[ranks.index], own, ranks=ranks, placement=placement)
+        return update.run(slices[ranks.index], Rows, supervised, unscored="probe")
+
+    for raised in on_ranks(2, work):
+        assert isinstance(raised, ValueError) and "expected the same settings of plans" in str(raised), raised
 
 
 def test_plans_of_other_processes():

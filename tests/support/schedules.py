@@ -50,7 +50,7 @@ def random_schedule(tree: RolloutTree, seed: int, execution: str, *, pieces: int
         "nested": lambda: nested_ops(microbatches, chosen & readable),
         "keep": lambda: keep_ops(microbatches),
     }[execution]()
-    config = PlannerConfig(max_tokens_per_microbatch=max(64, tree.num_tokens), sharing="always", execution=execution)
+    config = PlannerConfig(max_tokens_per_microbatch=max(64, tree.num_tokens), execution=execution)
     return Schedule(
         tree=tree, microbatches=tuple(microbatches), config=config, execution=execution, rank_ops=(tuple(ops),)
     )
@@ -134,7 +134,7 @@ def random_placement(tree: RolloutTree, seed: int, execution: str, world_size: i
         rank_ops.append(tuple(ops))
     config = PlannerConfig(
         max_tokens_per_microbatch=max(64, tree.num_tokens),
-        sharing="always",
+        sharing="auto",
         execution=execution,
         world_size=world_size,
     )

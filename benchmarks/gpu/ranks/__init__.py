@@ -1,0 +1,1 @@
+"""Optimizer steps on several GPUs of one host, beside one GPU's."""
