@@ -1,8 +1,9 @@
 """Does a recipe learn: `python -m benchmarks.learning babyai_grpo` trains recipes/babyai_grpo.yaml with three seeds.
 
-Recipes: tiny_grpo, babyai_grpo, textarena_grpo, each with a bar (`CASES`): mean reward of the first and of the last 20
-steps, and seconds of training, for every seed. Written beside them: what random actions and the best play get by the
-same limits. Nothing is reported unless tree log-probs of freshly sampled rollouts equal those of the unpatched model.
+Recipes: tiny_grpo, tiny_ppo, babyai_grpo, textarena_grpo, each with a bar (`CASES`): mean reward of the first and of
+the last 20 steps, and seconds of training, for every seed. Written beside them: what random actions and the best play
+get by the same limits. Nothing is reported unless tree log-probs of freshly sampled rollouts equal those of the
+unpatched model.
 One core; results/<recipe>.json, and its curves in results/<recipe>.png.
 """
 
@@ -47,6 +48,7 @@ class Bar:
 # With each bar the players to compare with, by name.
 CASES: dict[str, tuple[Bar, dict[str, Player]]] = {
     "tiny_grpo": (Bar(first_below=0.2, last_above=0.7, seconds=300.0), {}),
+    "tiny_ppo": (Bar(first_below=0.2, last_above=0.7, seconds=600.0), {}),
     "babyai_grpo": (
         Bar(first_below=0.2, last_above=0.8, seconds=900.0),
         {"random_actions": move_at_random, "best_play": follow_the_bot},

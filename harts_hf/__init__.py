@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from harts_hf.trainers import TreeGMPOTrainer as TreeGMPOTrainer
     from harts_hf.trainers import TreeGRPOConfig as TreeGRPOConfig
     from harts_hf.trainers import TreeGRPOTrainer as TreeGRPOTrainer
+    from harts_hf.trainers import TreePPOConfig as TreePPOConfig
+    from harts_hf.trainers import TreePPOTrainer as TreePPOTrainer
     from harts_hf.trainers import TreeRLOOConfig as TreeRLOOConfig
     from harts_hf.trainers import TreeRLOOTrainer as TreeRLOOTrainer
     from harts_hf.trainers import TreeSFTConfig as TreeSFTConfig
@@ -39,6 +41,8 @@ _HOMES = {
     "TreeGRPOTrainer": "trainers",
     "TreeGMPOConfig": "trainers",
     "TreeGMPOTrainer": "trainers",
+    "TreePPOConfig": "trainers",
+    "TreePPOTrainer": "trainers",
     "TreeRLOOConfig": "trainers",
     "TreeRLOOTrainer": "trainers",
     "TreeSFTConfig": "trainers",

@@ -8,6 +8,8 @@ from harts_hf.trainers import (
     TreeGMPOTrainer,
     TreeGRPOConfig,
     TreeGRPOTrainer,
+    TreePPOConfig,
+    TreePPOTrainer,
     TreeRLOOConfig,
     TreeRLOOTrainer,
 )
@@ -49,6 +51,7 @@ class TrainerKind:
 TRAINERS = {
     "grpo": TrainerKind(trainer=TreeGRPOTrainer, config=TreeGRPOConfig),
     "gmpo": TrainerKind(trainer=TreeGMPOTrainer, config=TreeGMPOConfig),
+    "ppo": TrainerKind(trainer=TreePPOTrainer, config=TreePPOConfig),
     "rloo": TrainerKind(
         trainer=TreeRLOOTrainer,
         config=TreeRLOOConfig,

@@ -135,9 +135,9 @@ class TreeRolloutCollector:
         Returns:
             ``len(prompts)`` rows in the order of the prompts: ``prompt_ids``, ``completion_ids``, ``logprobs``,
             ``env_mask`` (lists of lists, see :class:`SampledRollout`), and for reward functions ``environment_reward``
-            (floats or None), ``environment_failed`` (bools), ``tree`` and ``num_turns`` (ints); of TRL's environments
-            also ``environments``, as they stood at the end (None where they failed). An episode without a reward
-            because its environment failed has no token in its mask.
+            (floats or None), ``environment_failed`` and ``truncated`` (bools; a limit ended it), ``tree`` and
+            ``num_turns`` (ints); of TRL's environments also ``environments``, as they stood at the end (None where
+            they failed). An episode without a reward because its environment failed has no token in its mask.
 
         Raises:
             ValueError: prompts that are not whole groups; settings that the policy, the tokenizer or the engine
@@ -273,6 +273,7 @@ def _rows(rollouts: list[SampledRollout], *, stand_in: int) -> dict[str, Any]:
         ABSENT: left_out,
         "environment_reward": [rollout.reward for rollout in rollouts],
         "environment_failed": [rollout.failure is not None for rollout in rollouts],
+        "truncated": [rollout.cut for rollout in rollouts],
         "tree": [rollout.tree for rollout in rollouts],
         "num_turns": [rollout.num_turns for rollout in rollouts],
         **({"environments": ends} if any(end is not None for end in ends) else {}),

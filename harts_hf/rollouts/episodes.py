@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 from harts_hf.tree import RolloutTree
 
 # What a rollout function returns per row; every other list has one entry per episode.
-ROW_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "advantages", "episode")
+TURN_REWARDS, TOKEN_REWARDS = "turn_rewards", "token_rewards"
+ROW_KEYS = (
+    "prompt_ids",
+    "completion_ids",
+    "logprobs",
+    "env_mask",
+    "advantages",
+    TURN_REWARDS,
+    TOKEN_REWARDS,
+    "episode",
+)
 # Given to reward functions by the trainer.
 RESERVED_KEYS = ("samples",)
 # True: masks are 1 only at tokens that a row drew itself, so that no sampled token recurs with mask 1.
@@ -23,6 +33,8 @@ EXACT_MASK = "exact_env_mask"
 # One per prompt, true where the group has no such rollout: its place counts nowhere, in no statistic and in no loss.
 # With ``episode`` such a prompt has no row; without it its row is there for its place, and is left out.
 ABSENT = "absent"
+# One per prompt, true where its episode was cut instead of ending by itself.
+TRUNCATED = "truncated"
 # True: the policy is compared with the log-probs that came with the rows, not with its own when they came.
 OFF_POLICY = "off_policy"
 
@@ -108,6 +120,8 @@ def read_episodes(
     found["logprobs"] = None if output["logprobs"] is None else completed(output["logprobs"], [0.0])
     if output.get("advantages") is not None:
         found["advantages"] = completed(output["advantages"], [0.0])
+    if output.get(TOKEN_REWARDS) is not None:
+        found[TOKEN_REWARDS] = completed(output[TOKEN_REWARDS], [0.0])
     masks = [
         [1] * len(ids) if mask is None else mask
         for ids, mask in zip(

@@ -24,6 +24,7 @@ class Place:
         environment: as things stand here; None where nothing will be sampled from here any more.
         children: the places that turns sampled from here lead to, by branch.
         over: whether the conversation is over.
+        cut: whether a limit ended it, not its environment.
         reward: the environment's, if it is over; None where it has none.
         failure: why the episode could not go on, if that is why it is over.
         ended: the environment of a conversation that is over and did not fail.
@@ -38,6 +39,7 @@ class Place:
     environment: Environment | None = None
     children: list["Place"] = field(default_factory=list)
     over: bool = False
+    cut: bool = False
     reward: float | None = None
     failure: EpisodeFailure | None = None
     ended: Environment | None = None

@@ -21,6 +21,7 @@ class SampledRollout:
         tree: index of the tree (the prompt group) that it is a leaf of.
         path: the branch taken at each history that was continued more than once; equal for rollouts that are copies.
         fork_turns: as many; the turn that each of those branches begins with, 0 the first.
+        cut: whether a limit ended it (turns, tokens), before its environment was done.
         failure: why the environment could not go on, or None.
         environment: as it stood at the end; None for a failure.
     """
@@ -34,6 +35,7 @@ class SampledRollout:
     tree: int
     path: tuple[int, ...]
     fork_turns: tuple[int, ...]
+    cut: bool = False
     failure: EpisodeFailure | None = field(default=None, compare=False)
     environment: Environment | None = field(default=None, compare=False, repr=False)
 
@@ -60,6 +62,7 @@ def rollout_of(tree: ForkTree, end: Place) -> SampledRollout:
         tree=tree.index,
         path=tuple(place.branch for place in forked),
         fork_turns=tuple(place.turn - 1 for place in forked),
+        cut=end.cut,
         failure=end.failure,
         environment=end.ended,
     )

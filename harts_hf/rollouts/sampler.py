@@ -225,7 +225,7 @@ class TreeSampler:
         turn, environment, parent = place.sampled, place.environment, place.parent
         assert turn is not None and environment is not None and parent is not None
         if turn.ended == "length" and len(turn.token_ids) != self._limits.max_turn_tokens:
-            self._end(tree, place)
+            self._end(tree, place, cut=True)
             return
         action = self._writer.action(turn, parent.token_ids(), environment)
         self._call(tree, partial(play_turn, environment, action, parent.turn), partial(self._answered, tree, place))
@@ -236,7 +236,7 @@ class TreeSampler:
             self._fail(place, result)
             return
         if result.done or place.turn >= self._limits.max_turns:
-            self._end(tree, place)
+            self._end(tree, place, cut=not result.done)
             return
         assert place.sampled is not None and place.environment is not None
         room = self._room(tree, place.num_tokens()) - 1  # and one token of the policy
@@ -247,13 +247,14 @@ class TreeSampler:
             return
         if ids is None:
             self.num_out_of_room += 1
-            self._end(tree, place)
+            self._end(tree, place, cut=True)
         else:
             place.answer_ids = ids
             self._continue(tree, place)
 
-    def _end(self, tree: ForkTree, place: Place) -> None:
+    def _end(self, tree: ForkTree, place: Place, *, cut: bool) -> None:
         assert place.environment is not None
+        place.cut = cut
         self._call(tree, partial(read_reward, place.environment), partial(self._ended, place))
 
     def _ended(self, place: Place, reward: float | EpisodeFailure | None) -> None:

@@ -16,7 +16,16 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
 from harts_hf.rollouts.checks import check_rollouts
-from harts_hf.rollouts.episodes import ABSENT, OFF_POLICY, RESERVED_KEYS, Episodes, read_episodes, without_absent
+from harts_hf.rollouts.episodes import (
+    ABSENT,
+    OFF_POLICY,
+    RESERVED_KEYS,
+    TOKEN_REWARDS,
+    TURN_REWARDS,
+    Episodes,
+    read_episodes,
+    without_absent,
+)
 from harts_hf.rollouts.recorded_rollouts import RecordedRollouts
 from harts_hf.trainers.grouping import grouped, ungrouped
 from harts_hf.trainers.lengths import log_lengths
@@ -67,6 +76,8 @@ class TreeEpisodes:
 
     # Over what the trainer's loss is a mean; None where its loss type says so.
     _loss_is_mean_over: Unit | None = None
+    # Whether the trainer's advantages are made of rewards per turn or token.
+    _reads_token_rewards = False
 
     def __init__(self, model: Any, reward_funcs: Any, args: Any = None, *more: Any, **kwargs: Any) -> None:
         recorded = kwargs.get("rollout_func")
@@ -77,6 +88,7 @@ class TreeEpisodes:
         self._has_samples = False  # whether the rollout function says which rows are an episode
         self._rows: dict[str, Any] = {}  # of the episodes, what the rollout function returned
         self._given_advantages: list[list[float]] | None = None
+        self._given_rewards: list[list[float]] | None = None
         self._generated: tuple[list[list[int]], list[list[int]]] = ([], [])  # prompts and completions of all rows
         self._rewards_per_func: torch.Tensor | None = None
         self.rollout_inputs: list[dict[str, Any]] = []
@@ -107,6 +119,7 @@ class TreeEpisodes:
                 output, self._episodes = read_episodes(output, len(prompts), self.eos_token_ids[0], whole_ends=ends)
                 self._rows = output
         self._given_advantages = output.pop("advantages", None)
+        self._given_rewards = output.pop(TOKEN_REWARDS, None)
         if self._episodes is None:
             return output
         last = self._episodes.last_rows
@@ -115,6 +128,12 @@ class TreeEpisodes:
 
     def _checked(self, output: dict[str, Any], num_prompts: int) -> dict[str, Any]:
         check_rollouts(output, num_prompts, vocab_size=self._tree.planner.vocab_size)
+        unread = [key for key in (TURN_REWARDS, TOKEN_REWARDS) if output.get(key) is not None]
+        if unread and not self._reads_token_rewards:
+            raise ValueError(
+                f"expected a TreePPOTrainer for {unread[0]!r}, got a {type(self).__name__}, whose advantages are made "
+                "of rewards per episode"
+            )
         if output.get(OFF_POLICY) and self.use_vllm and self.vllm_importance_sampling_correction:
             raise ValueError(
                 f"expected vllm_importance_sampling_correction=False with {OFF_POLICY!r} (the ratio is to the "
@@ -215,7 +234,7 @@ class TreeEpisodes:
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's batch; of episodes, a row per sample, with its episode's advantage and its own weight."""
-        self._episodes = self._given_advantages = None
+        self._episodes = self._given_advantages = self._given_rewards = None
         self._off_policy = self._has_unknown = False
         columns = set(inputs[0])
         self.rollout_inputs = inputs

@@ -100,9 +100,7 @@ class TreePolicy:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        config = trainer.args.planner_config()
-        cost = with_handed_bytes(config.cost or DEFAULT_COST, _handed_sizes(trainer))
-        self.planner = WindowPlanner(config=replace(config, cost=cost), vocab_size=vocab_size_of(trainer.model))
+        self.planner = planner_of(trainer, trainer.model)
         self.ranks = AccelerateRanks(
             trainer.accelerator,
             sharded_by_transformers=getattr(trainer, "is_distributed_loading_by_transformers", False),
@@ -193,7 +191,7 @@ class TreePolicy:
         loss_device = self._loss_device(slices)
         if loss_device is not None:
             num_items = num_items.cpu() if isinstance(num_items, torch.Tensor) else num_items
-            slices = [replace(one, batch=batch) for one, batch in zip(slices, _on_cpu(slices), strict=True)]
+            slices = [replace(one, batch=batch) for one, batch in zip(slices, on_cpu(slices), strict=True)]
         self._inner = {id(one): self._unwrapped(one) for one in (model, self.trainer.model)}
         try:
             self.totals = self._totals([one.batch for one in slices])
@@ -323,7 +321,7 @@ class TreePolicy:
             metrics.update(kept)
 
 
-def _on_cpu(slices: list[TRLSlice]) -> list[dict[str, Any]]:
+def on_cpu(slices: list[TRLSlice]) -> list[dict[str, Any]]:
     """The batches of slices on the CPU: copied all at once, and waited for once."""
     found = [
         {k: v.to("cpu", non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in one.batch.items()}
@@ -335,11 +333,14 @@ def _on_cpu(slices: list[TRLSlice]) -> list[dict[str, Any]]:
     return found
 
 
-def _handed_sizes(trainer: Any) -> Any:
-    stored = next(trainer.model.parameters()).dtype
-    return handed_sizes(
-        trainer.model,
+def planner_of(trainer: Any, model: nn.Module) -> WindowPlanner:
+    """Plans windows of a model by a trainer's settings."""
+    config, stored = trainer.args.planner_config(), next(model.parameters()).dtype
+    sizes = handed_sizes(
+        model,
         torch.bfloat16 if trainer.args.bf16 else stored,
         keys_dtype=stored,  # autocast leaves what rotary embeddings and norms return in float32
         expand_latents=trainer.args.tree_handoff_latents == "expanded",
     )
+    cost = with_handed_bytes(config.cost or DEFAULT_COST, sizes)
+    return WindowPlanner(config=replace(config, cost=cost), vocab_size=vocab_size_of(model))

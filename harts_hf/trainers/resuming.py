@@ -209,9 +209,10 @@ def load_weights(model: Any, folder: str) -> bool:
     tensors = [tensor for tensor in model.state_dict().values() if tensor.is_floating_point()]
     widest = reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
     state = type(model).from_pretrained(folder, dtype=widest).state_dict()
-    # Modules that were added to the model (a value head) are unknown to its class, and saved by their names.
+    # Modules that were added to the model (a value head) are unknown to its class, and saved by their names, also in
+    # files of their own.
     added = model.state_dict().keys() - state.keys()
-    for path in Path(folder).glob("model*.safetensors") if added else ():
+    for path in Path(folder).glob("*.safetensors") if added else ():
         with safe_open(path, "pt") as tensors_of_file:
             state |= {name: tensors_of_file.get_tensor(name) for name in added & set(tensors_of_file.keys())}
     model.load_state_dict(state, strict=True)

@@ -23,6 +23,7 @@ LAUNCHES = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 REAL = {
     "qwen3_5_grpo_1gpu": (4.206, "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_lora": (8.954, "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_ppo_fsdp2": (8.954, "Qwen3_5ForConditionalGeneration"),
     "ling3_tiny_grpo_fsdp2": (7.893, "BailingHybridForCausalLM"),
     "ling3_flash_grpo_zero3": (124.414, "BailingHybridForCausalLM"),
 }
@@ -43,7 +44,7 @@ def configuration(name):
     """Of the model that a recipe is for, as its checkpoint has it: Qwen3.5's are multimodal."""
     if name == "qwen3_5_grpo_1gpu":
         return AutoConfig.for_model("qwen3_5", text_config=STEP_MODELS["qwen3.5-4b"][1])
-    if name == "qwen3_5_lora":
+    if name in ("qwen3_5_lora", "qwen3_5_ppo_fsdp2"):
         return AutoConfig.for_model("qwen3_5")  # its defaults are the 9B's
     if name == "ling3_tiny_grpo_fsdp2":
         return AutoConfig.for_model("bailing_hybrid", **STEP_MODELS["ling-3.0-tiny"][1])
@@ -114,5 +115,6 @@ def test_launch_files(path):
     named = yaml.safe_load(path.read_text()).get("fsdp_config", {}).get("fsdp_transformer_layer_cls_to_wrap")
     if named:
         from transformers.models.bailing_hybrid import modeling_bailing_hybrid
+        from transformers.models.qwen3_5 import modeling_qwen3_5
 
-        assert hasattr(modeling_bailing_hybrid, named)
+        assert hasattr(modeling_qwen3_5 if "qwen3_5" in path.stem else modeling_bailing_hybrid, named)

@@ -1,0 +1,179 @@
+"""Configuration of PPO on rollout trees."""
+
+from dataclasses import dataclass, field, fields
+
+from trl import GRPOConfig
+
+from harts_hf.trainers.config import RolloutOptions, TreeOptions
+
+KL_PLACES = ("reward", "loss")
+EPISODE_ENDS = ("chain", "sample")
+# Of GRPOConfig and RolloutOptions, what PPO's objective has no place for.
+_WITHOUT_MEANING = (
+    "loss_type",
+    "delta",
+    "importance_sampling_level",
+    "multi_objective_aggregation",
+    "scale_rewards",
+    "top_entropy_quantile",
+    "use_adaptive_entropy",
+    "off_policy_mask_threshold",
+    "tree_episode_weight",
+)
+
+
+class _One(int):
+    """The number 1 that GRPOConfig's check of groups lets pass."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+
+@dataclass
+class TreePPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
+    r"""
+    Configuration class for the [`TreePPOTrainer`]: parameters of [`GRPOConfig`], of [`TreeOptions`] and of
+    [`RolloutOptions`], and those below. Names are TRL's where it has them: `num_iterations` epochs over a generation
+    batch, each in `steps_per_generation / gradient_accumulation_steps` minibatches of whole trees; `epsilon` (and
+    `epsilon_high`) clip the policy's ratio; `beta` is the coefficient of the KL divergence from the reference model
+    (0: none); `entropy_coef` weighs an entropy bonus; a KL in the loss is multiplied by the ratio unless
+    `use_bias_correction_kl=False`. `gamma`, `lam`, `vf_coef` and `cliprange_value` are named as in TRL's former
+    `PPOConfig`. `num_generations` may be 1.
+
+    Parameters:
+        num_generations (`int`, *optional*, defaults to `1`):
+            Rollouts of a prompt. No group is needed; rollouts of one prompt share what they have in common.
+        gamma (`float`, *optional*, defaults to `1.0`):
+            Discount per trained token.
+        lam (`float`, *optional*, defaults to `0.95`):
+            Lambda of generalised advantage estimation.
+        cliprange_value (`float`, *optional*, defaults to `0.2`):
+            A value counts as moved by at most this from the one after the rollouts. Unset it (`null`) not to clip.
+        vf_coef (`float`, *optional*, defaults to `0.1`):
+            Weight of the value loss.
+        value_learning_rate (`float`, *optional*):
+            Learning rate of the value head, or of the value model; the policy's `learning_rate` if unset. Adam moves
+            a value by up to the rate times the sum of its hidden state's entries in each step, whatever `vf_coef` is.
+        whiten_advantages (`bool`, *optional*, defaults to `True`):
+            Whether advantages are brought to mean 0 and variance 1 over all trained tokens of all processes.
+        kl_in (`str`, *optional*, defaults to `"reward"`):
+            Where the KL divergence from the reference counts: `"reward"` takes `beta * (log p - log p_ref)` of each
+            token from its reward, `"loss"` adds TRL's estimator to the loss.
+        kl_target (`float`, *optional*):
+            KL divergence per episode, in nats, that `beta` is adapted to, beginning with its given value.
+        kl_horizon (`int`, *optional*, defaults to `10000`):
+            Episodes over which `beta` is adapted; larger is slower.
+        value_warmup_steps (`int`, *optional*, defaults to `0`):
+            Optimizer steps at the beginning that train values alone. A value head on the policy's backbone is then
+            trained by itself; a value model is trained as ever.
+        value_head_in_fp32 (`bool`, *optional*, defaults to `True`):
+            Whether the value head's parameters are kept in float32 (DeepSpeed's `bf16` rounds all parameters).
+        bootstrap_truncated (`bool`, *optional*, defaults to `True`):
+            Whether the value of the last state stands for what an episode that was cut would have earned further on
+            (Pardo et al., "Time Limits in Reinforcement Learning", arXiv 1712.00378). `False` takes a cut for an
+            end, as where limits are a part of the task; with `gamma=1` and most episodes cut, values that are
+            trained on one another need not settle.
+        episode_end (`str`, *optional*, defaults to `"chain"`):
+            How several samples of an episode follow one another: `"chain"` in order, the last one ending with the
+            reward; `"sample"` each by itself, ending with what the episode earned after it.
+    """
+
+    num_generations: int | None = field(
+        default=1, metadata={"help": "Rollouts of a prompt. No group is needed: 1 is as good."}
+    )
+    gamma: float = field(default=1.0, metadata={"help": "Discount per trained token."})
+    lam: float = field(default=0.95, metadata={"help": "Lambda of generalised advantage estimation."})
+    cliprange_value: float | None = field(
+        default=0.2,
+        metadata={"help": "A value counts as moved by at most this from that after the rollouts; null: no clipping."},
+    )
+    vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
+    value_learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate of the value head or value model; learning_rate if unset."}
+    )
+    whiten_advantages: bool = field(
+        default=True,
+        metadata={"help": "Whether advantages get mean 0 and variance 1 over all trained tokens of all processes."},
+    )
+    kl_in: str = field(
+        default="reward",
+        metadata={
+            "help": "Where the KL divergence from the reference model counts: 'reward' or 'loss'.",
+            "choices": list(KL_PLACES),
+        },
+    )
+    kl_target: float | None = field(
+        default=None,
+        metadata={"help": "KL divergence per episode, in nats, that beta is adapted to; null: fixed beta."},
+    )
+    kl_horizon: int = field(default=10000, metadata={"help": "Episodes over which beta is adapted."})
+    value_warmup_steps: int = field(
+        default=0, metadata={"help": "Optimizer steps at the beginning that train values alone."}
+    )
+    value_head_in_fp32: bool = field(
+        default=True, metadata={"help": "Whether the value head's parameters are kept in float32."}
+    )
+    bootstrap_truncated: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether the value of its last state stands for what an episode that was cut would have earned "
+            "further on; false takes a cut for an end."
+        },
+    )
+    episode_end: str = field(
+        default="chain",
+        metadata={
+            "help": "How several samples of an episode follow one another: 'chain' in order, the last one ending with "
+            "the reward; 'sample' each by itself, ending with what the episode earned after it.",
+            "choices": list(EPISODE_ENDS),
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.num_generations == 1:
+            self.num_generations = _One(1)
+        super().__post_init__()
+        assert self.num_generations is not None
+        self.num_generations = int(self.num_generations)
+        self.check_tree_options()
+        self.check_rollout_options()
+        self._check_numbers()
+        self._check_minibatches()
+        for name, default in ((f.name, f.default) for f in fields(self) if f.name in _WITHOUT_MEANING):
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"expected {name} to be left at {default!r} (it has no meaning for PPO's objective), got "
+                    f"{getattr(self, name)!r}"
+                )
+
+    @property
+    def num_minibatches(self) -> int:
+        """Optimizer steps of an epoch over a generation batch."""
+        assert self.steps_per_generation is not None
+        return self.steps_per_generation // self.gradient_accumulation_steps
+
+    def _check_minibatches(self) -> None:
+        assert self.steps_per_generation is not None
+        if self.steps_per_generation % self.gradient_accumulation_steps:
+            raise ValueError(
+                "expected steps_per_generation to be a multiple of gradient_accumulation_steps "
+                f"({self.gradient_accumulation_steps}), so that a generation batch has whole minibatches, got "
+                f"{self.steps_per_generation}"
+            )
+
+    def _check_numbers(self) -> None:
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"expected {name} in [0, 1], got {getattr(self, name)}")
+        for name in ("vf_coef", "beta", "value_warmup_steps"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"expected {name} of at least 0, got {getattr(self, name)}")
+        for name in ("epsilon", "cliprange_value", "value_learning_rate", "kl_target", "kl_horizon"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"expected {name} above 0, got {value}")
+        for name, choices in (("kl_in", KL_PLACES), ("episode_end", EPISODE_ENDS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if self.kl_target is not None and self.beta == 0:
+            raise ValueError("expected beta above 0, from which kl_target adapts it, got 0 (no reference model)")
