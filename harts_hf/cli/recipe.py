@@ -26,6 +26,11 @@ replaced as a whole); where the command line also names a model_type it replaces
 MAX_BYTES = 2**20
 MAX_VALUES = 10_000  # aliases written out
 
+GENERATION_BATCH = (
+    "(Where nothing else is set, generation_batch_size is per_device_train_batch_size times the number of processes "
+    "times gradient_accumulation_steps, all counted in rollouts.)"
+)
+
 
 def split_recipe(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     """The recipe's path (the first argument if it is no option, or what follows ``--config``), and the rest."""
@@ -70,6 +75,8 @@ def parse(argv: Sequence[str]) -> tuple[TrainArguments, Any, PolicyArguments]:
     )
     actions = {action.dest: action for action in reversed(parser._actions)}
     unknown = [name for name in recipe if name not in actions]
+    if recipe.get("resume_from_checkpoint") is True:  # a folder otherwise
+        recipe["resume_from_checkpoint"] = "true"
     for name in recipe.keys() & actions.keys():
         _check_value(actions[name], hints.get(name), recipe[name])
     parser.set_defaults_with_config(**{name: value for name, value in recipe.items() if name in actions})
@@ -77,6 +84,12 @@ def parse(argv: Sequence[str]) -> tuple[TrainArguments, Any, PolicyArguments]:
         *parsed, rest = parser.parse_args_into_dataclasses(options, return_remaining_strings=True)
     except ZeroDivisionError as error:  # TRL divides by it before it checks it
         raise ValueError("expected num_generations of at least 2, got 0") from error
+    except ValueError as error:  # of a configuration, which must not hide a misspelt key that led to it
+        if unknown:
+            raise ValueError(unknown_message(unknown, set(actions))) from error
+        if "generation_batch_size" in str(error) and not _said(recipe, options, "generation_batch_size"):
+            raise ValueError(f"{error} {GENERATION_BATCH}") from error
+        raise
     except (TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:  # of TRL's own checks
         raise ValueError(f"expected settings that TRL takes, got {type(error).__name__}: {error}") from error
     unknown += [name for name in rest if name.startswith("--")] or rest

@@ -37,15 +37,19 @@ class RolloutSource:
         """The rollout function, if there is one."""
         return self.arguments.get("rollout_func")
 
-    def check(self, training: Any) -> None:
-        """Checks the source against the trainer's arguments.
+    def check(self, training: Any, tokenizer: Any = None) -> None:
+        """Checks the source against the trainer's arguments and the policy's tokenizer, if it has one already.
 
         Raises:
-            ValueError: it cannot give what they ask for; groups that would be split over processes.
+            ValueError: it cannot give what they ask for; a tokenizer without a known chat format; groups that would be
+                split over processes.
         """
         check = getattr(self.collector, "check", None)
         if check is not None:
             check(training)
+        check = getattr(self.collector, "check_tokenizer", None)
+        if check is not None and tokenizer is not None:
+            check(tokenizer, use_vllm=training.use_vllm)
         rows = training.per_device_train_batch_size * training.steps_per_generation
         if getattr(self.collector, "uses_engine", False) and rows % training.num_generations:
             raise ValueError(
@@ -104,7 +108,11 @@ def reward_functions(arguments: TrainArguments, source: RolloutSource) -> list[A
 def _environment(arguments: TrainArguments, training: Any) -> RolloutSource:
     environment = _load("environment", arguments.environment, "a subclass of Environment")
     if not (isinstance(environment, type) and issubclass(environment, Environment)):
-        raise ValueError(f"expected environment to be a subclass of Environment, got {environment!r}")
+        raise ValueError(
+            f"expected environment to be a subclass of Environment, got {environment!r}: a function that makes one is "
+            "for collectors in Python; a recipe names a class (yours, GymTextEnvironment, ...), and its arguments in "
+            "environment_kwargs"
+        )
     return _forking(functools.partial(environment, **cast(dict, arguments.environment_kwargs)), arguments, training)
 
 

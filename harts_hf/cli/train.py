@@ -94,7 +94,6 @@ def build_trainer(arguments: TrainArguments, training: Any, model: PolicyArgumen
     tokenizer = named_tokenizer(arguments, training, model)
     source = find_source(arguments, training, tokenizer)
     kind.check(arguments.trainer, arguments.source, source.arguments)
-    source.check(training)
     if tokenizer is None:
         if source.task is None:
             raise ValueError(
@@ -102,6 +101,7 @@ def build_trainer(arguments: TrainArguments, training: Any, model: PolicyArgumen
                 f"one, got none with {arguments.model_type}"
             )
         tokenizer = source.task.tokenizer()
+    source.check(training, tokenizer)
     rewards = reward_functions(arguments, source)
     data = {"train_dataset": train_dataset(arguments, training, source)}
     data["eval_dataset"] = eval_dataset(arguments, training, source)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from harts_hf.cli.checks import check_output_folder, refuse_to_overwrite
 from harts_hf.cli.train_arguments import PolicyArguments, TrainArguments
 from harts_hf.cli.train_report import REPORT_FILES
+from harts_hf.trainers.checkpoints import newest_whole
 
 
 def check_numbers(training: Any) -> None:
@@ -58,8 +60,28 @@ def check_folders(training: Any, model: PolicyArguments, recipe: str | None, *, 
     if makes:
         check_output_folder("output_dir", training.output_dir)
     checkpoint = training.resume_from_checkpoint
+    if str(checkpoint).lower() == "true":
+        checkpoint = training.resume_from_checkpoint = _newest_whole(training.output_dir)
     if checkpoint is not None and not (Path(checkpoint) / TRAINER_STATE_NAME).is_file():
         raise ValueError(
             f"expected resume_from_checkpoint to be a checkpoint's folder (with {TRAINER_STATE_NAME}), "
-            f"got {checkpoint!r}"
+            f"got {checkpoint!r}{_newest(training.output_dir)}"
         )
+
+
+def _newest(folder: str) -> str:
+    found = sorted(Path(folder).glob("checkpoint-*[0-9]"), key=lambda path: path.stat().st_mtime)
+    return f"; the newest folder in output_dir is {str(found[-1])!r}" if found else ""
+
+
+def _newest_whole(folder: str) -> str:
+    """The checkpoint that ``resume_from_checkpoint true`` means; newer ones that are not whole are named."""
+    whole, broken = newest_whole(Path(folder))
+    passed_over = ", ".join(f"{name}: {missing}" for name, missing in broken.items())
+    if whole is None:
+        raise ValueError(
+            f"expected a whole checkpoint in output_dir={folder!r} to resume from, got none"
+            + (f" ({passed_over})" if passed_over else "")
+        )
+    print(f"resuming from {whole}" + (f"; passed over {passed_over}" if passed_over else ""), file=sys.stderr)
+    return str(whole)

@@ -10,6 +10,7 @@ from harts_hf.rollouts.calls import Calls
 from harts_hf.rollouts.contract import finite
 from harts_hf.rollouts.engines.opening import open_engine
 from harts_hf.rollouts.environment import Environment, EnvironmentFactory
+from harts_hf.rollouts.environments.chat import ChatWriter
 from harts_hf.rollouts.environments.report import FailureReport
 from harts_hf.rollouts.environments.texts import LongObservations, ObservationLimit
 from harts_hf.rollouts.environments.workers import Workers
@@ -109,6 +110,19 @@ class TreeRolloutCollector:
             ValueError: the fork policy cannot make ``num_generations`` episodes.
         """
         self._policy.check(max_turns=self._max_turns, num_episodes=args.num_generations)
+
+    def check_tokenizer(self, tokenizer: Any, *, use_vllm: bool) -> None:
+        """Checks before anything is sampled that ``chat`` has a template; what else it has to do shows in its use.
+
+        Args:
+            tokenizer: of the policy.
+            use_vllm: whether a server samples; it makes no difference.
+
+        Raises:
+            ValueError: ``chat``, and a tokenizer without a chat template.
+        """
+        if self._chat:
+            ChatWriter(tokenizer, end_ids=())
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Samples one tree per prompt group.

@@ -66,6 +66,12 @@ def test_everything_that_is_refused_is_said_at_once(dry_run):
     assert "verdict 4 refused" in said
 
 
+def test_what_follows_from_a_missing_model_is_not_said(dry_run):
+    """No tokenizer of an agent is asked for where a model is named that is not there."""
+    status, said = dry_run("--model_name_or_path", "nowhere", recipe="recipes/qwen3_5_grpo_1gpu.yaml")
+    assert status == 1 and "expected model_name_or_path to be a folder" in said and "verdict 1 refused" in said
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -79,6 +85,7 @@ def test_everything_that_is_refused_is_said_at_once(dry_run):
         (["--optim", "lomo"], "got optim=OptimizerNames.LOMO"),
         (["--optim", "lomo", "--accelerate_config", FSDP2], "got FSDP: serve the policy with vLLM"),
         (["--optim", "lomo"], "not checked the model, its memory and the trainer's other settings"),
+        (["--collector_kwargs.chat", "true"], "expected a tokenizer with a chat template"),
         (["--fp16", "true"], "expected bf16 or fp32 training"),
         (["--use_vllm", "true", "--vllm_mode", "colocate"], "expected vllm_mode 'server' for environments and agents"),
     ],

@@ -8,9 +8,9 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from support.chat import TEMPLATE
 from support.recorded import tokenizer
 from transformers import AutoConfig
+from trl.chat_template_utils import qwen3_5_think_chat_template
 
 from benchmarks.gpu.registry import STEP_MODELS
 from harts_hf.cli.main import main as harts
@@ -56,7 +56,7 @@ def model_folder(name, folder):
     config.architectures = [REAL[name][1]]
     config.save_pretrained(folder)
     words = tokenizer()
-    words.chat_template = TEMPLATE
+    words.chat_template = qwen3_5_think_chat_template  # one whose answers TRL can parse
     words.save_pretrained(folder)
     return folder
 

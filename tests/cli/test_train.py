@@ -90,7 +90,7 @@ def read_metrics(folder):
 
 
 @pytest.mark.exhaustive
-def test_metrics_of_runs_that_are_resumed_or_begun_again(tmp_path):
+def test_metrics_of_runs_that_are_resumed_or_begun_again(tmp_path, capsys):
     """A resumed run goes on from its checkpoint's metrics and counts them in; a new one begins a new file."""
     folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     arguments = [TINY, *SMALL, "--logging_steps", "1", "--save_steps", "1", "--save_total_limit", "9"]
@@ -109,6 +109,14 @@ def test_metrics_of_runs_that_are_resumed_or_begun_again(tmp_path):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["counted_from_step"] == 0 and summary["steps"] == 4
     assert summary["forward_tokens"] == sum(entry["tree/forward_tokens"] for entry in after)
+
+    (folder / "checkpoint-9").mkdir()  # begun, and nothing else
+    (folder / "checkpoint-9" / "harts_checkpoint.json").write_text('{"complete": false}')
+    newest = [*arguments, "--resume_from_checkpoint", "true", "--max_steps", "5", "--output_dir", str(folder)]
+    assert harts(["train", *newest]) == 0
+    assert [entry["step"] for entry in read_metrics(folder)] == [1, 2, 3, 4, 5]
+    said = capsys.readouterr().err
+    assert f"resuming from {folder / 'checkpoint-4'}; passed over checkpoint-9: it is half-written" in said
 
     assert harts(["train", *resume, "--output_dir", str(elsewhere)]) == 0
     assert [entry["step"] for entry in read_metrics(elsewhere)] == [3, 4]
@@ -282,6 +290,9 @@ def test_unknown_keys_are_named(tmp_path, capsys):
     recipe.write_text(Path(TINY).read_text() + "\nlearning_rat: 1\n")
     assert "unknown key 'learning_rat' (did you mean 'learning_rate'?)" in refused(capsys, recipe)
     assert "unknown key 'max_turn'" in refused(capsys, TINY, "--max_turn", "3")
+    groups = ["--num_generations", "7"]  # which TRL's configuration refuses before all keys are read
+    assert "unknown key 'learning_rat' (did" in refused(capsys, recipe, *groups)
+    assert "gradient_accumulation_steps" in refused(capsys, TINY, *groups)
     assert "unknown key 'model_config.hiden_size'" in refused(capsys, TINY, "--model_config", '{"hiden_size": 8}')
 
 
@@ -313,6 +324,7 @@ def test_unknown_keys_are_named(tmp_path, capsys):
         (["--reward_funcs", "no.such.reward"], "expected reward_funcs to be the dotted path of a function"),
         (["--reward_funcs", "harts_hf.cli.main:COMMANDS"], "expected reward_funcs to name functions, got {"),
         (["--resume_from_checkpoint", "nowhere"], "expected resume_from_checkpoint to be a checkpoint's folder"),
+        (["--resume_from_checkpoint", "true"], "expected a whole checkpoint in output_dir="),
         (["--output_dir", TINY], f"expected output_dir to be a folder that can be written, got '{TINY}': File exists"),
         (["--model_config", '{"hidden_size": "x"}'], "expected model_config to be fields of a bailing_hybrid config"),
         (["--beta", "0.1"], "expected beta 0 for random weights (model_type)"),

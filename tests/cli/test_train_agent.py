@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.multimodal import multimodal_checkpoint
 
 from harts_hf.cli.main import main as harts
+from harts_hf.rollouts.agents.shelf import ShelfAgent
 
 TINY = str(Path(__file__).parents[2] / "recipes" / "tiny_agent.yaml")
 SMALL = ["--num_generations", "4", "--per_device_train_batch_size", "8", "--logging_steps", "1"]
@@ -43,6 +45,24 @@ def test_settings_that_contradict_are_refused(arguments, message, tmp_path, caps
     """Before anything is built; exit status 2."""
     assert harts(["train", TINY, *arguments, "--output_dir", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_template_that_nobody_parses_is_refused_before_anything_is_sampled(tmp_path, capsys, monkeypatch):
+    """By a dry run, and where the trainer is made; an agent that brings its own format has no need of a known one."""
+    (tmp_path / "an_agent.py").write_text("def play(task, *, base_url, api_key):\n    return 0.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    multimodal_checkpoint("qwen3_5", tmp_path / "model")
+    ShelfAgent().tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "any"}\n')
+    arguments = [
+        "train", TINY, "--model_type", "", "--model_config", "{}", "--model_name_or_path", str(tmp_path / "model"),
+        "--agent", "an_agent:play", "--agent_kwargs", "{}", "--dataset_name", str(tmp_path / "tasks.jsonl"),
+        "--output_dir", str(tmp_path / "out"),
+    ]  # fmt: skip
+    for more, status in (["--dry-run"], 1), ([], 2):
+        assert harts([*arguments, *more]) == status
+        output = capsys.readouterr()
+        assert "expected a chat template whose answers TRL can parse" in " ".join((output.out + output.err).split())
 
 
 def test_without_its_extra_agents_are_refused(tmp_path, capsys, monkeypatch):

@@ -142,12 +142,13 @@ class _Run:
     def _source(self) -> None:
         source = find_source(self.arguments, self.training, self.parts.tokenizer)
         self.parts.source = source
-        if self.parts.tokenizer is None and source.task is not None:
+        named = self.arguments.tokenizer or self.model.model_name_or_path  # and then refused, if there is none
+        if self.parts.tokenizer is None and source.task is not None and not named:
             self.parts.tokenizer = source.task.tokenizer()
         kind = TRAINERS[self.arguments.trainer]
         self._each(
             lambda: kind.check(self.arguments.trainer, self.arguments.source, source.arguments),
-            lambda: source.check(self.training),
+            lambda: source.check(self.training, self.parts.tokenizer),
         )
         self.parts.rewards = reward_functions(self.arguments, source)
 

@@ -177,6 +177,19 @@ class AgentRolloutCollector:
     def check(self, args: Any) -> None:
         """Nothing of a trainer's arguments contradicts agents: episodes may have any number of samples."""
 
+    def check_tokenizer(self, tokenizer: Any, *, use_vllm: bool) -> None:
+        """Checks before anything is sampled that answers can be parsed.
+
+        Args:
+            tokenizer: of the policy.
+            use_vllm: whether a server samples, which is not asked.
+
+        Raises:
+            ValueError: a tokenizer without a known chat format.
+        """
+        if not use_vllm and self._chat_format != "vllm_chat":
+            self._new_format(tokenizer, None)
+
     def _open_sessions(self, number: int, source: TurnSource, seeds: tuple[int, ...]) -> list[Session]:
         gateway = self._open_gateway()
         return [
@@ -328,7 +341,7 @@ class AgentRolloutCollector:
             _reconnect(chat_format, engine)
         return EngineTurns(engine, chat_format, end_ids=end_ids, limits=limits)
 
-    def _new_format(self, tokenizer: Any, engine: Engine) -> ChatFormat:
+    def _new_format(self, tokenizer: Any, engine: Engine | None) -> ChatFormat:
         if callable(self._chat_format):
             return self._chat_format(tokenizer)
         own = self.agent.chat_format(tokenizer)
