@@ -8,7 +8,8 @@ from harts_hf.trainers.config import RolloutOptions, TreeOptions
 
 KL_PLACES = ("reward", "loss")
 EPISODE_ENDS = ("chain", "sample")
-# Of GRPOConfig and RolloutOptions, what PPO's objective has no place for.
+# What PPO's objective has no place for: of GRPOConfig and RolloutOptions; of routers, whose statistics count every
+# token, where PPO computes none after a row's last trained one.
 _WITHOUT_MEANING = (
     "loss_type",
     "delta",
@@ -19,6 +20,8 @@ _WITHOUT_MEANING = (
     "use_adaptive_entropy",
     "off_policy_mask_threshold",
     "tree_episode_weight",
+    "tree_aux_scope",
+    "tree_expert_bias_update_speed",
 )
 
 
@@ -142,7 +145,7 @@ class TreePPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
         for name, default in ((f.name, f.default) for f in fields(self) if f.name in _WITHOUT_MEANING):
             if getattr(self, name) != default:
                 raise ValueError(
-                    f"expected {name} to be left at {default!r} (it has no meaning for PPO's objective), got "
+                    f"expected {name} to be left at {default!r} (it has no meaning for PPO), got "
                     f"{getattr(self, name)!r}"
                 )
 

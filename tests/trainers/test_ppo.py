@@ -32,6 +32,7 @@ from harts_hf.trainers.value_head import hide_from_engines
         ({"kl_target": 1.0}, "beta above 0"),
         ({"loss_type": "grpo"}, "loss_type to be left at 'dapo'"),
         ({"tree_episode_weight": "episode"}, "left at 'sample'"),
+        ({"tree_expert_bias_update_speed": 0.1}, "left at 0.0"),
         ({"steps_per_generation": 3}, "a multiple of gradient_accumulation_steps"),
         ({"episode_end": "turn"}, "one of chain, sample"),
     ],
