@@ -273,10 +273,9 @@ def duplicates_counted_once(monkeypatch: Any) -> None:
 def _on_plan(monkeypatch: Any, change: Any) -> None:
     """``change(window, index)`` in place of each slice's index of tree rows."""
 
-    def constructor(original: Any, self: Any, slices: Any, indices: Any, *args: Any) -> None:
-        window = args[2]
+    def constructor(original: Any, self: Any, *, indices: Any, window: TreeWindow, **rest: Any) -> None:
         changed = [{name: change(window, one) for name, one in index.items()} for index in indices]
-        original(self, slices, changed, *args)
+        original(self, indices=changed, window=window, **rest)
 
     _wrap(monkeypatch, job.Job, "__init__", constructor)
 
@@ -309,13 +308,13 @@ def padding_in_the_tree(monkeypatch: Any) -> None:
 def normaliser_of_unique_tokens(monkeypatch: Any) -> None:
     """The loss is divided by the number of unique tokens instead of the trajectories' tokens."""
 
-    def constructor(original: Any, job: Any, slices: Any, indices: Any, *args: Any) -> None:
+    def constructor(original: Any, self: Any, *, slices: Any, indices: Any, **rest: Any) -> None:
         found = [index["log_prob"] for index in indices]
         unique = len(np.unique(np.concatenate([index[index >= 0] for index in found])))
         total = sum(int((index >= 0).sum()) for index in found)
         for one in slices:
             one.batch["num_items_in_batch"] = one.batch["num_items_in_batch"] * unique / total
-        original(job, slices, indices, *args)
+        original(self, slices=slices, indices=indices, **rest)
 
     _wrap(monkeypatch, job.Job, "__init__", constructor)
 

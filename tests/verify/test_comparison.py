@@ -143,8 +143,8 @@ def test_gradients_that_are_zero_in_theory(family, with_oracle):
 def test_a_small_wrong_gradient_on_short_rollouts(size, monkeypatch):
     """A relative error of 1e-4 in one gradient is far above roundings, on two trajectories of two tokens too."""
 
-    def measure(original, *arguments):
-        measured = original(*arguments)
+    def measure(original, *arguments, **options):
+        measured = original(*arguments, **options)
         measured.gradients["model.layers.0.linear_attn.out_proj.weight"].mul_(1 + size)
         return measured
 
@@ -158,8 +158,8 @@ def test_a_small_wrong_gradient_on_short_rollouts(size, monkeypatch):
 def test_a_wrong_gradient_that_is_zero_in_theory(monkeypatch):
     """A thousandth of a usual gradient where there should be none is no rounding."""
 
-    def measure(original, *arguments):
-        measured = original(*arguments)
+    def measure(original, *arguments, **options):
+        measured = original(*arguments, **options)
         measured.gradients["model.layers.1.self_attn.q_norm.weight"].add_(
             1e-3 * measured.gradients["model.norm.weight"][:16]
         )

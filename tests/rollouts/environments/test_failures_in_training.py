@@ -100,7 +100,9 @@ def test_failed_episodes_train_nothing(make_trainer, credit, loss_type):
     kept = [index for index in range(4) if not failed[index]]
     # Of the second group by itself, and by a rollout function's key for it, the episodes that did not fail.
     without: dict = {
-        key: values[4:] if key in ("environment_reward", "environment_failed") else [values[4 + i] for i in kept]
+        key: values[4:]
+        if key in ("environment_reward", "environment_failed", "truncated")
+        else [values[4 + i] for i in kept]
         for key, values in rows.items()
     }
     without |= {"episode": kept, "absent": failed}
