@@ -9,9 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from harts_hf.modeling import HEAD_VALUES
+from harts_hf.rollouts.supervised import IGNORED
 from harts_hf.tree import IntArray
-
-IGNORED = -100  # PyTorch's and TRL's mark of a token without a loss
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

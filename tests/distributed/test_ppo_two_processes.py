@@ -4,15 +4,13 @@ Under DDP in float64, with a value head and with a value model; under FSDP2 and 
 """
 
 import functools
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.launching import run_processes
 from support.models import tiny_model
 from support.oracle import float64_everywhere
 from support.ppo_oracle import PPOLoop
@@ -32,16 +30,7 @@ pytestmark = pytest.mark.distributed
 def left(tmp_path_factory):
     """What both ranks left of each; asserts that two ranks of the real backend ran."""
     folder = tmp_path_factory.mktemp("ppo")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH")])),
-    }
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT), str(folder)]
-    done = subprocess.run(
-        [sys.executable, *command, *KINDS], env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_processes(SCRIPT, folder, *KINDS, timeout=900)
     found = {kind: [pickle.loads((folder / f"{kind}-{rank}").read_bytes()) for rank in (0, 1)] for kind in KINDS}
     for kind, ranks in found.items():
         assert all((one["world_size"], one["distributed_type"]) == (2, KINDS[kind]) for one in ranks)

@@ -4,14 +4,12 @@ Under DDP in float64; FSDP2 and ZeRO-3 in float32, where stock TRL's backends di
 move parameters by 3e-3 (see test_two_processes.py).
 """
 
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.launching import run_processes
 from support.models import tiny_model
 from support.trainer_runs import TIMED
 
@@ -26,16 +24,7 @@ pytestmark = pytest.mark.distributed
 def left(tmp_path_factory):
     """What both ranks left of each backend and trainer; asserts that two ranks of the real backend ran."""
     folder = tmp_path_factory.mktemp("sft")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH")])),
-    }
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT), str(folder)]
-    done = subprocess.run(
-        [sys.executable, *command, *KINDS], env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_processes(SCRIPT, folder, *KINDS, timeout=900)
     found = {
         (backend, name): [pickle.loads((folder / f"{backend}-{name}-{rank}").read_bytes()) for rank in (0, 1)]
         for backend in KINDS
