@@ -4,16 +4,14 @@ Under DDP in float64; FSDP2 and ZeRO-3 in float32, where stock TRL's backends di
 that move parameters by 3e-3 (see test_two_processes.py).
 """
 
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support import recorded
 from support.episode_runs import FAMILY, assert_same_logs, assert_same_parameters, follow
+from support.launching import run_processes
 from support.models import tiny_model
 
 from harts_hf import TreeGRPOConfig
@@ -43,19 +41,9 @@ def left(tmp_path_factory):
     """For each case what both ranks left, of one launch; asserts that two ranks of the real backend ran."""
     folder = tmp_path_factory.mktemp("episodes")
     tiny_model(FAMILY, dtype=torch.float64, seed=1).save_pretrained(folder / "start")
-    support = str(SCRIPT.parents[1])
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [support, os.environ.get("PYTHONPATH")])),
-    }
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT), str(folder)]
     ddp, fsdp2 = RECORDED
     names = [*CASES, ddp, "ddp:clipped", *BROKEN, fsdp2, *SHARDED]
-    done = subprocess.run(
-        [sys.executable, *command, *names], env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_processes(SCRIPT, folder, *names, timeout=900)
     found = {name: [pickle.loads((folder / f"{name}-{rank}").read_bytes()) for rank in (0, 1)] for name in names}
     for name, ranks in found.items():
         for one in ranks:
