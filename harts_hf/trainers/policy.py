@@ -11,12 +11,14 @@ from torch import nn
 from harts_hf.modeling import ENTROPY, LABEL_VALUES, LOG_PROB, is_patched
 from harts_hf.runtime import RunOptions, TreeUpdate, UpdateReport
 from harts_hf.runtime.job import Leaves
+from harts_hf.runtime.update import Find
 from harts_hf.trainers.expert_load import ExpertLoad
 from harts_hf.trainers.micro_steps import SliceLeaves, TRLSlice, active_adapters, on_cpu
 from harts_hf.trainers.planning import planner_of
 from harts_hf.trainers.ranks import AccelerateRanks
 from harts_hf.trainers.router_loss import RouterLoss
 from harts_hf.trainers.rows import PaddedRows, token_ids
+from harts_hf.trainers.scored_once import ScoredOnce, Weights
 from harts_hf.trainers.settings import SettingsOfSlices, read_settings
 from harts_hf.trainers.skipping import has_custom_loss, reason_to_score
 from harts_hf.trainers.weighing import WEIGHTS, StepTotals
@@ -60,6 +62,7 @@ class TreePolicy:
             fused_modules=args.tree_fused_modules == "auto",
             replay_routing=args.tree_replay_routing,
         )
+        self.scored_once = ScoredOnce(trainer)
         self.slices: list[TRLSlice] = []
         self.totals: StepTotals | None = None
         self.scaled_loss: torch.Tensor | None = None  # what TreeEpisodes made of TRL's latest loss
@@ -119,10 +122,25 @@ class TreePolicy:
         if not is_patched(asked):
             raise ValueError("expected a model that runs on trees, got an unpatched one: call harts_hf.patch on it")
         rows = PaddedRows.from_tensors(input_ids, attention_mask, num_scored, keeps_all=aux_loss)
-        names = (*(LABEL_VALUES if entropy else (LOG_PROB,)), *(self.router_loss.names if aux_loss else ()))
-        values = self._update(model, input_ids.device).score(rows, names)
+        weights = self.weights_to_keep(asked) if asked is policy and not aux_loss else None
+        # A step that finds these again asks for entropies, too.
+        labels = LABEL_VALUES if entropy or weights is not None else (LOG_PROB,)
+        names = (*labels, *(self.router_loss.names if aux_loss else ()))
+        values, scores = self._update(model, input_ids.device).scored(rows, names)
+        if weights is not None:
+            self.scored_once.keep(weights, scores)
         found = self.router_loss.of_batch(values) if aux_loss else None
         return values[LOG_PROB], values[ENTROPY].float() if entropy else None, found
+
+    def weights_to_keep(self, model: nn.Module) -> Weights | None:
+        """Those of a pass that a step may find again; None where the step has to run it itself, for the routes that
+        later forwards take or for sums over its own trajectories, or where no step will ask.
+
+        Args:
+            model: without a wrapper.
+        """
+        needs_pass = self.router_loss.is_on or self.trainer.args.tree_replay_routing
+        return None if needs_pass else self.scored_once.weights(model)
 
     def step(self, model: nn.Module, num_items: Any) -> UpdateReport:
         """Runs the kept slices as one update: what their settings were, where their losses run, then :meth:`_run`.
@@ -165,7 +183,11 @@ class TreePolicy:
             reason=reason or "",
             probing=self._without_metrics,
             loss_device=loss_device,
+            kept=self._kept(model, loss_device),
         )
+
+    def _kept(self, model: nn.Module, loss_device: str | None) -> Find | None:
+        return self.scored_once.take(self._unwrapped(model), loss_device or self.trainer.args.device)
 
     def leaves(self, model: nn.Module, batch: dict[str, Any]) -> SliceLeaves:
         """Those of the slice whose loss is being computed; elsewhere (evaluation) the scores of a batch."""
