@@ -18,7 +18,6 @@ from harts_hf.errors import UnsupportedModelError
 from harts_hf.kernels.attention import tree_attention
 from harts_hf.kernels.conv import tree_causal_conv1d
 from harts_hf.modeling.boundary import export_rows, export_states, import_rows, imported
-from harts_hf.modeling.checkpointing import computed_again
 from harts_hf.modeling.families import Family
 from harts_hf.modeling.fused import expanded_latents, fuses, rotary_of
 from harts_hf.modeling.tree_pass import TreePass
@@ -89,10 +88,9 @@ def _conv_on(tree_pass: TreePass, layer: int) -> Callable[..., torch.Tensor]:
         # Not [0], whose backward copies the gradient into zeros, channels first: products on it are slow.
         rows = export_rows(tree_pass, "conv", layer, [hidden_states.squeeze(0).transpose(0, 1)], [0])
         (together,) = import_rows(tree_pass, "conv", layer, rows, [0])
-        with computed_again():
-            mixed = tree_causal_conv1d(
-                together, weight, bias, tree_pass.batch.conv(weight.shape[-1]), activation=activation
-            )
+        mixed = tree_causal_conv1d(
+            together, weight, bias, tree_pass.batch.conv(weight.shape[-1]), activation=activation
+        )
         return mixed.transpose(0, 1)[None]
 
     return causal_conv1d_fn
@@ -114,14 +112,13 @@ def _rule_on(tree_pass: TreePass, layer: int, rule: Callable[..., Any]) -> Calla
         rows = import_rows(tree_pass, "linear", layer, rows, dims)
         states = imported(tree_pass, "states", layer, 1)
         exported = tree_pass.batch.exports.get("states") if tree_pass.handoff is not None else None
-        with computed_again():
-            out = rule(
-                *rows,
-                tree_pass.batch.linear,
-                initial_states=None if states is None else states[0],
-                export_nodes=exported,
-                use_qk_l2norm=use_qk_l2norm_in_kernel,
-            )
+        out = rule(
+            *rows,
+            tree_pass.batch.linear,
+            initial_states=None if states is None else states[0],
+            export_nodes=exported,
+            use_qk_l2norm=use_qk_l2norm_in_kernel,
+        )
         return export_states(tree_pass, layer, out.output, None if exported is None else out.states)[None], None
 
     return chunk_rule
@@ -174,15 +171,14 @@ class _AttentionOn:
         if torch.is_autocast_enabled(device):  # stock attention is on autocast's list; rotary keys come in float32
             dtype = torch.get_autocast_dtype(device)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        with computed_again():
-            out = tree_attention(
-                query,
-                key,
-                value,
-                self.tree_pass.batch.attention,
-                scale=scaling,
-                deterministic=self.tree_pass.deterministic,
-            )
+        out = tree_attention(
+            query,
+            key,
+            value,
+            self.tree_pass.batch.attention,
+            scale=scaling,
+            deterministic=self.tree_pass.deterministic,
+        )
         return out, None
 
 
