@@ -13,6 +13,7 @@ from transformers.training_args import OptimizerNames
 from harts_hf.errors import HartsWarning, UnsupportedModelError
 from harts_hf.modeling.checks import REENTRANT_MESSAGE, check_experts, check_parallel_sizes
 from harts_hf.modeling.patching import causal_lm_of
+from harts_hf.trainers.acceleration import check_acceleration
 from harts_hf.trainers.ranks import check_backend
 from harts_hf.trainers.zero3 import gathers_whole_layers
 
@@ -71,6 +72,7 @@ def check_settings(trainer: Any) -> None:
     args = trainer.args
     check_processes(trainer)
     check_backend(trainer.accelerator)
+    check_acceleration(trainer)
     check_parallel_sizes(
         {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
     )
@@ -90,8 +92,6 @@ def check_settings(trainer: Any) -> None:
             "train without it",
         ),
         (args.fp16, "bf16 or fp32 training (states would overflow in fp16)", "fp16=True"),
-        (args.torch_compile, "an uncompiled model", "torch_compile=True"),
-        (args.use_liger_kernel, "the model's own layers", "use_liger_kernel=True"),
         (
             args.neftune_noise_alpha is not None,
             "equal embeddings of a shared token (NEFTune draws noise for every trajectory)",

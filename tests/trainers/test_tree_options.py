@@ -35,6 +35,7 @@ METRICS = {
     "planning_seconds",
     "scoring_seconds",
     "scoring_skipped",
+    "scoring_kept",
     "backward_seconds",
 }
 
@@ -75,9 +76,10 @@ def test_scoring_is_skipped_only_where_exact(options, field, tmp_path):
     stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock", **options)
     cut = tree_run(tmp_path / "cut", tree_sharing="always", tree_max_tokens_per_microbatch=64, **options)
     assert_same_training(stock, cut)
-    for log in cut[1][:-1]:
-        assert log["tree/scoring_skipped"] == 0
-        assert log[f"tree/scoring_needed_by/{field}"] == 1
+    for number, log in enumerate(cut[1][:-1]):
+        is_known = field == "old_per_token_logps" and number % 2 == 0  # scored at generation, on the same weights
+        assert log["tree/scoring_skipped"] == log["tree/scoring_kept"] == is_known
+        assert log.get(f"tree/scoring_needed_by/{field}", 0) == (not is_known)
 
 
 @pytest.mark.exhaustive
