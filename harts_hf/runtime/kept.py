@@ -1,10 +1,13 @@
 """Values that were scored once, found again by the tokens of their trajectories."""
 
 import hashlib
+from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from harts_hf.runtime.leaves import spread
 from harts_hf.runtime.slices import SliceRows
@@ -51,10 +54,47 @@ class KeptScores:
                 return None
         return {name: spread(value, index[name]) for name, value in self._rows.items()}
 
+    def by_trajectory(self, name: str) -> Iterator[tuple[bytes, NDArray[np.floating[Any]]]]:
+        """A digest of the tokens of each trajectory, and a value at each of them, ``[L]``."""
+        values = self._rows[name].cpu().numpy()
+        for digest, number in self._numbers.items():
+            yield digest, values[self._tree.path(number)]
+
     @cached_property
     def _numbers(self) -> dict[bytes, int]:
         tree = self._tree
         return {_digest(tree.token_ids[tree.path(number)]): number for number in range(tree.num_trajectories)}
+
+
+class KeptTrajectories:
+    """One value at each token of trajectories that come again, in any batch with any others; on the CPU.
+
+    Args:
+        name: of the value.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._found: dict[bytes, NDArray[np.floating[Any]]] = {}
+
+    def add(self, scores: KeptScores) -> None:
+        """Those of a pass."""
+        self._found.update(scores.by_trajectory(self._name))
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._found.clear()
+
+    def of(self, rows: SliceRows) -> torch.Tensor | None:
+        """In the shape of the slice's index, 0 where nothing is asked for; None if a trajectory is not known."""
+        values = [self._found.get(_digest(tokens)) for tokens in rows.trajectories()]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            return None
+        ends = np.cumsum([len(value) for value in known])
+        index = rows.index([np.arange(end - len(value), end) for value, end in zip(known, ends, strict=True)])
+        flat = np.concatenate(known) if known else np.zeros(1, np.float32)
+        return spread(torch.from_numpy(flat), index[self._name])
 
 
 def _digest(tokens: IntArray) -> bytes:

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from harts_hf.modeling import LOG_PROB
+from harts_hf.rollouts.recorded_rollouts import RecordedRollouts
 from harts_hf.runtime import ModelChangedError
 from harts_hf.runtime.guard import ModelGuard
-from harts_hf.runtime.kept import KeptScores
+from harts_hf.runtime.kept import KeptScores, KeptTrajectories
+from harts_hf.runtime.slices import SliceRows
 from harts_hf.runtime.update import Find
 from harts_hf.trainers.micro_steps import active_adapters
 
@@ -84,3 +87,50 @@ class ScoredOnce:
     @property
     def _step(self) -> int:
         return int(self._trainer.state.global_step)
+
+
+class RecordedReference:
+    """Log-probs of a reference model for recorded rollouts, which come again in every epoch: each is scored once.
+
+    TRL keeps them over ``num_iterations`` itself. Nothing is kept of adapters that are switched off (their model's
+    weights change) and of references that follow the policy (``sync_ref_model``).
+
+    Args:
+        trainer: whose reference model it is.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._found = KeptTrajectories(LOG_PROB)
+        self._weights: Weights | None = None
+
+    def is_asked(self, model: nn.Module, *, entropy: bool) -> bool:
+        """Whether a call of TRL's hook is for such log-probs; the same on every process.
+
+        Args:
+            model: that is to be scored, without a wrapper.
+            entropy: whether entropies are asked for.
+        """
+        trainer = self._trainer
+        rollouts = getattr(trainer, "_user_rollout_func", None)  # once TreeEpisodes stands before it
+        reference = getattr(trainer, "ref_model", None)
+        return (
+            not entropy
+            and isinstance(rollouts, RecordedRollouts)
+            and reference is not None
+            and model is trainer.accelerator.unwrap_model(reference)
+            and trainer.model.training
+            and not getattr(trainer.args, "sync_ref_model", False)
+        )
+
+    def of(self, model: nn.Module, rows: SliceRows) -> torch.Tensor | None:
+        """``[B, C]`` on the CPU; None if a row was not scored yet, or the model has changed since."""
+        if self._weights is None or not self._weights.are_of(model, 0):
+            self._found.clear()
+            self._weights = Weights.of(model, 0)
+            return None
+        return self._found.of(rows)
+
+    def keep(self, scores: KeptScores) -> None:
+        """Keeps a pass to the end of the training: a number for each token of each trajectory, on the CPU."""
+        self._found.add(scores)
