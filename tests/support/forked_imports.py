@@ -1,6 +1,6 @@
 """What scripts of several processes import: a fork server imports it once, and each process starts from there."""
 
-import deepspeed  # noqa: F401
+import deepspeed
 import peft  # noqa: F401
 import trl
 from transformers.models.bailing_hybrid import modeling_bailing_hybrid  # noqa: F401
@@ -19,3 +19,5 @@ TRAINERS = (
     harts_hf.TreePPOTrainer,
     harts_hf.TreeSFTTrainer,
 )
+# Compiled for two minutes on a new machine; gloo adds up as well.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
