@@ -6,7 +6,6 @@ from typing import cast
 from trl import GRPOConfig, RLOOConfig
 from trl.experimental.gmpo import GMPOConfig
 
-from harts_hf.modeling.checkpointing import CHECKPOINTING
 from harts_hf.planner import CostModel, PlannerConfig
 from harts_hf.planner.config import ExecutionChoice, Sharing
 from harts_hf.rollouts.credit import TREE_CREDITS
@@ -71,9 +70,6 @@ class TreeOptions:
         tree_fused_modules (`str`, *optional*, defaults to `"auto"`):
             `"auto"` runs norms, gates and experts on a GPU as single operations (of the same results but for
             rounding), `"off"` as Transformers has them.
-        tree_checkpointing (`str`, *optional*, defaults to `"full"`):
-            What `gradient_checkpointing=True` keeps of a layer: `"full"`, its input alone; `"selective"`, the results
-            of its matrix products too, so that they are not computed again (more memory; the same gradients).
     """
 
     tree_max_tokens_per_microbatch: int = field(
@@ -156,14 +152,6 @@ class TreeOptions:
             "choices": list(FUSED_MODULES),
         },
     )
-    tree_checkpointing: str = field(
-        default="full",
-        metadata={
-            "help": "What gradient_checkpointing keeps of a layer: its input ('full'), or the results of its matrix "
-            "products too ('selective': more memory, less to compute again).",
-            "choices": list(CHECKPOINTING),
-        },
-    )
 
     def check_tree_options(self) -> None:
         """Raises ValueError for options that cannot work, before anything is sampled."""
@@ -173,15 +161,6 @@ class TreeOptions:
         if self.tree_fused_modules not in FUSED_MODULES:
             raise ValueError(
                 f"expected tree_fused_modules to be one of {', '.join(FUSED_MODULES)}, got {self.tree_fused_modules!r}"
-            )
-        if self.tree_checkpointing not in CHECKPOINTING:
-            raise ValueError(
-                f"expected tree_checkpointing to be one of {', '.join(CHECKPOINTING)}, got {self.tree_checkpointing!r}"
-            )
-        if self.tree_checkpointing != "full" and not getattr(self, "gradient_checkpointing", False):
-            raise ValueError(
-                f"expected gradient_checkpointing=True with tree_checkpointing={self.tree_checkpointing!r}, got False "
-                "(nothing would be computed again)"
             )
         if not 0 <= self.tree_expert_bias_update_speed < float("inf"):
             raise ValueError(

@@ -82,8 +82,6 @@ def check_settings(trainer: Any) -> None:
     has_coefficient = getattr(trainer, "aux_loss_enabled", False)
     # They step inside the backward, so several times in a window of several microbatches.
     optimizers = [name for name in OptimizerNames if name.endswith(("lomo", "layerwise"))]
-    selective = args.tree_checkpointing == "selective"
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     refused: list[tuple[bool, str, str]] = [
         (
             has_coefficient and trainer.router_loss == "refused",
@@ -101,16 +99,6 @@ def check_settings(trainer: Any) -> None:
             bool(getattr(args, "ddp_static_graph", False)),
             "DDP that finds out in each step what is used (a step has other microbatches than the one before)",
             "ddp_static_graph=True",
-        ),
-        (
-            selective and is_deepspeed_zero3_enabled(),
-            "tree_checkpointing='full' under ZeRO-3 (whose gathering of weights was never tried with kept products)",
-            "tree_checkpointing='selective'",
-        ),
-        (
-            selective and plugin is not None and bool(plugin.activation_checkpointing),
-            "gradient_checkpointing=True alone with tree_checkpointing='selective' (FSDP's own computes all again)",
-            "fsdp_config={'activation_checkpointing': True}",
         ),
         (args.optim in optimizers, "an optimizer with a step of its own", f"optim={args.optim}"),
         (args.gradient_checkpointing and kwargs.get("use_reentrant", False), "", REENTRANT_MESSAGE),

@@ -1,78 +1,59 @@
-"""Selective activation checkpointing: the same bits as full checkpointing, and no product of a layer twice."""
+"""Activation checkpointing of some layers, which TRL switches off and on: of those that were asked for, to the end."""
 
-from collections import Counter
+import copy
 
-import pytest
 import torch
-from support.models import VOCAB, tiny_model
-from support.oracle import gradients
-from support.trees import branching
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.models import tiny_model
+from support.trainer_runs import run_trainer
+from trl import GRPOConfig, GRPOTrainer
 
-from harts_hf import PlannerConfig, TreeGRPOConfig, patch
-from harts_hf.modeling.checkpointing import keep_products
-from harts_hf.runtime import TreeValues, TreeWindow, WindowRun
+from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
+from harts_hf.modeling.checkpointing import allow_some_layers
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm_fallback")
+CUT = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "max_steps": 2, "learning_rate": 0.1}
 
 
-class Counting(TorchDispatchMode):
-    """Counts the operations that are computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.found[function.name().partition(".")[0].partition("::")[2]] += 1
-        return function(*args, **(kwargs or {}))
+def checkpointed(model):
+    """Which layers are."""
+    return [layer.gradient_checkpointing for layer in model.model.layers]
 
 
-def products_of(counted):
-    """How many products were computed."""
-    return sum(counted.found[name] for name in PRODUCTS)
+def test_every_second_layer(tmp_path):
+    """The same bits as of all layers; a generation stands before each step."""
+    runs = {}
+    for every in (1, 2):
+        kwargs = {"use_reentrant": False, **({"every_n_layers": every} if every > 1 else {})}
+        runs[every] = run_trainer(
+            TreeGRPOTrainer, TreeGRPOConfig, tmp_path / str(every), gradient_checkpointing_kwargs=kwargs, **CUT
+        )
+    for name, value in runs[1][0].items():
+        assert torch.equal(runs[2][0][name], value), name
+    layers = len(runs[2][2].model.model.layers)
+    assert checkpointed(runs[1][2].model) == [True] * layers
+    assert sorted(checkpointed(runs[2][2].model)) == [False] * (layers // 2) + [True] * (layers - layers // 2)
 
 
-def run(family, kind, execution):
-    """Gradients, and how many products the forwards and backwards of a cut window took."""
-    model = tiny_model(family, dtype=torch.float64)
-    if kind != "off":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    patch(model)
-    if kind == "selective":
-        keep_products(model)
-        # As TRL does around each generation.
+def test_stock_trl_forgets(tmp_path):
+    """Where it no longer does, allow_some_layers can go."""
+    kwargs = {"use_reentrant": False, "every_n_layers": 2}
+    _, _, trainer = run_trainer(GRPOTrainer, GRPOConfig, tmp_path, gradient_checkpointing_kwargs=kwargs, max_steps=1)
+    assert all(checkpointed(trainer.model))
+
+
+def test_switching():
+    """By either of Transformers' names, alone or among PyTorch's arguments; of a copy, the copy's own layers."""
+    model = tiny_model("qwen3_5_text")
+    allow_some_layers(model)
+    allow_some_layers(model)
+    half = [number % 2 == 0 for number in range(len(model.model.layers))]
+    for enable, kwargs, more in (
+        (model.gradient_checkpointing_enable, {"use_reentrant": False, "every_n_layers": 2}, {}),
+        (model.activation_checkpointing_enable, {"use_reentrant": False}, {"every_n_layers": 2}),
+    ):
         model.gradient_checkpointing_disable()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    config = PlannerConfig(max_tokens_per_microbatch=64, sharing="always", execution=execution)
-    window = TreeWindow(branching(65, vocab=VOCAB), config)
-    coefficients = torch.linspace(-1, 1, window.tree.num_tokens, dtype=torch.float64)
-    work = WindowRun(model, window)
-    work.score()
-    with Counting() as counted:
-        work.backward(TreeValues(rows={"log_prob": coefficients}), torch.Tensor.backward)
-    return gradients(model), products_of(counted)
-
-
-@pytest.mark.parametrize(
-    ("family", "execution"),
-    [("bailing_hybrid", "nested"), ("qwen3_5_text", "replay"), ("qwen3_next", "keep")],
-)
-def test_the_same_bits_and_fewer_products(family, execution):
-    """Of cut windows, whose states cross layers that are computed again."""
-    (full, many), (selective, few), (off, fewest) = (
-        run(family, kind, execution) for kind in ("full", "selective", "off")
-    )
-    for name, gradient in full.items():
-        assert torch.equal(selective[name], gradient) and torch.equal(off[name], gradient), name
-    # Between what no checkpointing computes, and full: the products within kernels on a tree are computed again.
-    assert fewest <= few < many
-
-
-def test_settings():
-    """Another kind, or a kind of what is off."""
-    arguments = {"output_dir": "unused", "use_cpu": True, "bf16": False}
-    with pytest.raises(ValueError, match="tree_checkpointing to be one of full, selective, got 'some'"):
-        TreeGRPOConfig(**arguments, tree_checkpointing="some")
-    with pytest.raises(ValueError, match="gradient_checkpointing=True with tree_checkpointing='selective', got False"):
-        TreeGRPOConfig(**arguments, tree_checkpointing="selective", gradient_checkpointing=False)
+        enable(kwargs, **more)
+        assert checkpointed(model) == half and kwargs["use_reentrant"] is False
+        assert model.model.layers[0]._gradient_checkpointing_func.keywords == {"use_reentrant": False}
+    other = copy.deepcopy(model)
+    other.gradient_checkpointing_enable({"use_reentrant": False})
+    assert checkpointed(model) == half and checkpointed(other) == [True] * len(half)
