@@ -34,7 +34,7 @@ def check_acceleration(trainer: Any) -> None:
     if accelerator.mixed_precision == "fp8":
         raise UnsupportedModelError(
             "expected mixed precision in bf16 or none, got fp8 (accelerate launch --mixed_precision, or its "
-            "configuration): on an H200, FP8 products moved log-probs by 0.26 nats in the mean where bf16 moved them by "
+            "configuration): on an H200, FP8 products moved log-probs by 0.26 nats in the mean where bf16 did by "
             "0.02, and took as long with the quantising. Use bf16=True"
         )
 
