@@ -119,13 +119,11 @@ def _of_rows(model: Any, training: Any, schedule: Schedule) -> list[Part]:
     width = 2 if training.bf16 or training.fp16 else 4
     config = model.config.get_text_config()
     counts = [schedule.memory_counts(rank) for rank in range(schedule.config.world_size)]
-    layers = [width * _row_elements(layer, config) for layer in _layers(model)]
-    inputs = width * config.hidden_size * len(layers)
     if training.gradient_checkpointing:
-        kept, running = inputs, max(layers)
+        kept, running = row_bytes_of(model, width=width)
         note = "inputs of layers, and one layer computed again (gradient checkpointing)"
     else:
-        kept, running = sum(layers), 0
+        kept, running = sum(width * _row_elements(layer, config) for layer in _layers(model)), 0
         note = "everything that the backward reads"
     graphs = max(one.peak_bytes({"graph_rows": kept, "backward_rows": running}) for one in counts)
     most = max(int(one.graph_rows.max(initial=0)) for one in counts)
@@ -150,6 +148,17 @@ def _of_rows(model: Any, training: Any, schedule: Schedule) -> list[Part]:
             note=f"logits of {rows:,} rows in float32, gradients of the largest weight",
         ),
     ]
+
+
+def row_bytes_of(model: Any, *, width: int) -> tuple[float, float]:
+    """Bytes of a row's graph under activation checkpointing: inputs of all layers, and one layer computed again.
+
+    Args:
+        model: may be on the meta device.
+        width: bytes of an element of activations.
+    """
+    config, layers = model.config.get_text_config(), _layers(model)
+    return width * config.hidden_size * len(layers), max(width * _row_elements(layer, config) for layer in layers)
 
 
 def _layers(model: Any) -> list[nn.Module]:
