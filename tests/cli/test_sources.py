@@ -102,6 +102,17 @@ def train(tmp_path, monkeypatch, capsys):
     sys.modules.pop("my_code", None)
 
 
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["train", "dry-run"])
+def test_a_template_that_writes_no_tools(dry, train, tmp_path):
+    """Refused before anything is sampled where the environment's turns are calls."""
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    )
+    status, out, err = train("--environment_factory", "my_code:Counter", "--branching", "2", "2", *dry)
+    said = " ".join((out + err).split())
+    assert status == (1 if dry else 2) and "expected a chat template that writes tools" in said
+
+
 REWARDS = ("--reward_funcs", "my_code:rewards")
 DATA = ("--dataset_name", "prompts.jsonl")
 
