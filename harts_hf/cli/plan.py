@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         metavar="M",
-        help="folder, configuration (.json) or cached name of the model to estimate for, instead of Ling-3.0-tiny; its "
+        help="folder, configuration (.json) or cached name of the model to estimate for, instead of Ling-3.0-tiny; "
         "weights are not read",
     )
     parser.add_argument(

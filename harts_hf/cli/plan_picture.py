@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -49,7 +50,8 @@ def plot_plan(report: PlanReport, group: RolloutGroup, path: str | Path) -> None
     lines = min(30, max(6, num_lines(group.tree)))
     heights = [2.7, 1.2 + 0.16 * lines, 1.1 + 0.7 * min(world_size, MANY_RANKS) + 1.6]
     figure = Figure(figsize=(11, sum(heights)), layout="constrained")
-    panel, above, below = figure.subfigures(3, 1, height_ratios=heights, hspace=0.02)
+    parts: Any = figure.subfigures(3, 1, height_ratios=heights, hspace=0.02)
+    panel, above, below = parts
     draw_gain(panel, report)
     _draw_tree(above.subplots(), group)
     ops, memory = below.subplots(2, 1, sharex=True, height_ratios=[heights[2] - 1.6, 1.6])
@@ -100,7 +102,8 @@ def draw_gain(figure: Figure | SubFigure, report: PlanReport) -> None:
         axes.set_title(f"{name}: {words}" if words else name, fontsize=11, loc="left", fontweight="bold")
         if index == len(bars) - 1:
             handles = [Patch(color=AFTER, label="activations"), Patch(color=KEPT, label=KEPT_NAME)]
-            axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 0.05), ncols=2, fontsize=8, frameon=False)
+            place = {"loc": "upper left", "bbox_to_anchor": (0, 0.05)}
+            axes.legend(handles=handles, ncols=2, fontsize=8, frameon=False, **place)
     notes = f"Estimates for {drawable(cost_name(report.schedule.cost.source))}.\n{NOT_ESTIMATED}."
     figure.supxlabel(notes, x=0.01, ha="left", fontsize=7.5, color="0.35")
 

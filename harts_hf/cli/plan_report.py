@@ -1,4 +1,4 @@
-"""What `harts plan` finds: the gain over all groups, a row per group, and what the planned steps do. Needs no torch."""
+"""What `harts plan` finds: the gain over all groups, a row per group, what the planned steps do. Needs no torch."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -50,9 +50,7 @@ def split_recipe(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return options[index + 1], options[:index] + options[index + 2 :]
 
 
-def parse(
-    argv: Sequence[str], *, unknown: list[str] | None = None
-) -> tuple[TrainArguments, Any, PolicyArguments]:
+def parse(argv: Sequence[str], *, unknown: list[str] | None = None) -> tuple[TrainArguments, Any, PolicyArguments]:
     """Reads the recipe and the command line.
 
     Args:

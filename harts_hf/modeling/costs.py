@@ -31,9 +31,7 @@ class ModelWork:
 
 
 # Ling-3.0-tiny, which planner/cost.py's defaults describe; a test counts it from its configuration.
-DEFAULT_WORK = ModelWork(
-    per_row=1_135_214_592, per_pair=30_720, per_linear_row=4_718_592, layers=24, linear_layers=18
-)
+DEFAULT_WORK = ModelWork(per_row=1_135_214_592, per_pair=30_720, per_linear_row=4_718_592, layers=24, linear_layers=18)
 
 
 def count_work(model: nn.Module) -> ModelWork:

@@ -122,8 +122,8 @@ class TreeRolloutCollector:
             use_vllm: whether a server samples; it makes no difference.
 
         Raises:
-            ValueError: ``chat`` or environments whose turns are messages, and a tokenizer without a chat template; tools,
-                and a template that does not write them or whose calls TRL cannot parse.
+            ValueError: ``chat`` or environments whose turns are messages, and a tokenizer without a chat template;
+                tools, and a template that does not write them or whose calls TRL cannot parse.
         """
         environment = self._environment()
         try:

@@ -106,9 +106,10 @@ def _step(found: Findings) -> str:
 
 def _plan(plan: StepPlan) -> str:
     schedule, tree = plan.schedule, plan.schedule.tree
+    microbatches = counted(len(schedule.microbatches), "microbatch", "microbatches")
     return (
         f"{tree.num_expanded_tokens:,} tokens {plan.said}, {tree.num_tokens:,} of them unique (shared "
-        f"{tree.sharing_ratio:.2f}x), in {counted(len(schedule.microbatches), 'microbatch', 'microbatches')}, {schedule.execution} execution"
+        f"{tree.sharing_ratio:.2f}x), in {microbatches}, {schedule.execution} execution"
     )
 
 
