@@ -16,7 +16,8 @@ class ModelWork:
     """Multiplications of a forward by what they are counted by, and layers.
 
     Attributes:
-        per_row: of a token's products, those of the experts that it goes to and of the output head included.
+        per_row: of a token's products with weights, those of the experts that it goes to included; without the output
+            head, which works on scored labels alone.
         per_pair: of a query with a key, and of its weight with a value, over all heads and full-attention layers.
         per_linear_row: of a token's keys with its values, over all heads and linear layers.
         layers: decoder layers.
@@ -31,7 +32,7 @@ class ModelWork:
 
 
 # Ling-3.0-tiny, which planner/cost.py's defaults describe; a test counts it from its configuration.
-DEFAULT_WORK = ModelWork(per_row=1_135_214_592, per_pair=30_720, per_linear_row=4_718_592, layers=24, linear_layers=18)
+DEFAULT_WORK = ModelWork(per_row=893_779_968, per_pair=30_720, per_linear_row=4_718_592, layers=24, linear_layers=18)
 
 
 def count_work(model: nn.Module) -> ModelWork:
@@ -47,9 +48,10 @@ def count_work(model: nn.Module) -> ModelWork:
     config, family = base.config, family_of(base)
     shape, kinds = family.linear_shape(config), config.layer_types
     linear, full = kinds.count("linear_attention"), kinds.count("full_attention")
+    head = base.get_output_embeddings()
     groups = config.num_attention_heads / config.num_key_value_heads
     return ModelWork(
-        per_row=sum(_products(module, config) for module in base.modules()),
+        per_row=sum(_products(module, config) for module in base.modules() if module is not head),
         per_pair=full * family.key_elements(config, True) * groups,
         per_linear_row=linear * shape.heads * shape.keys * shape.values,
         layers=len(kinds),
