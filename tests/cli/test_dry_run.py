@@ -318,6 +318,6 @@ def test_rollouts_of_a_file_on_a_multimodal_checkpoint(dry_run, tmp_path):
     )  # fmt: skip
     assert status == 0, said
     assert "qwen3_5_text" in said and "reference model" in said and "processes 2, DDP (num_processes)" in said
-    assert "the 1 groups of 3 with the most tokens" in said
+    assert "1 of 3 groups, those with the most tokens" in said
     planned = int(re.search(r"plan ([\d,]+) tokens", said)[1].replace(",", ""))
     assert planned in expanded.values() and planned >= np.median(list(expanded.values()))

@@ -160,7 +160,7 @@ def test_recorded_rollouts(train, tmp_path):
     assert "reward  1.500" in said
     status, said, error = train("--recorded_rollouts", "rollouts.jsonl", "--dry-run")
     assert status == 0, said
-    assert "sampled by nobody: they are recorded" in said and "rollouts.jsonl: the 1 groups of 2" in said
+    assert "sampled by nobody: they are recorded" in said and "rollouts.jsonl: 1 of 2 groups" in said
     status, _, error = train("--recorded_rollouts", "rollouts.jsonl", "--recorded_kwargs.mood", "good")
     assert status == 2 and "recorded_kwargs do not fit RecordedRollouts" in error
 

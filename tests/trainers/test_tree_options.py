@@ -279,6 +279,7 @@ def test_bad_options(options, message, tmp_path):
         ({"optim": "adalomo"}, "optim=OptimizerNames.ADALOMO"),
         ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["mlp"]}, "GALORE_ADAMW_LAYERWISE"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+        ({"ddp_static_graph": True}, "ddp_static_graph=True"),
         ({"loss_type": "dapoo"}, "expected loss_type to be one of grpo, .*, got 'dapoo'"),
     ],
 )
