@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Says what tree training would save on a file of rollouts: tokens, estimated time and memory, before and after, over all
-groups; then a line per group, and what the plan of a training step does. Needs no GPU. Estimates are for Ling-3.0-tiny on
-an H200 unless --model or --cost says otherwise.
+groups; then a line per group, and what the plan of a training step does. Needs no GPU. Estimates are for Ling-3.0-tiny
+on an H200 unless --model or --cost says otherwise.
 """
 
 

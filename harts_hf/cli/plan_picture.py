@@ -101,7 +101,8 @@ def draw_gain(figure: Figure | SubFigure, report: PlanReport) -> None:
             axes.annotate(text, (length, height), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
         axes.set_title(f"{name}: {words}" if words else name, fontsize=11, loc="left", fontweight="bold")
         if index == len(bars) - 1:
-            handles = [Patch(color=AFTER, label="activations"), Patch(color=KEPT, label=KEPT_NAME)]
+            handles = [Patch(color=AFTER, label="activations")]
+            handles += [Patch(color=KEPT, label=KEPT_NAME)] if kept else []
             place = {"loc": "upper left", "bbox_to_anchor": (0, 0.05)}
             axes.legend(handles=handles, ncols=2, fontsize=8, frameon=False, **place)
     notes = f"Estimates for {drawable(cost_name(report.schedule.cost.source))}.\n{NOT_ESTIMATED}."

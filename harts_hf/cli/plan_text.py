@@ -54,6 +54,7 @@ def gain_lines(report: PlanReport) -> list[str]:
     rows = [["", "before (one by one)", "after (on trees)", ""], *(list(row) for row in gain_rows(gain))]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     after = gain.memory[1]
+    kept = f"; after: {gigabytes(after.kept)} of it kept for later microbatches" if after.kept else ""
     return [
         f"{counted(total['trajectories'], 'trajectory', 'trajectories')} of {groups}, trained once{steps}:",
         *(
@@ -62,7 +63,7 @@ def gain_lines(report: PlanReport) -> list[str]:
         ),
         f"  time: for {cost_name(plan['cost_model'])}; before: at least, however trajectories are packed",
         f"  memory: for {report.row_bytes.source} in bfloat16 with activation checkpointing; before: of the longest "
-        f"trajectory or a microbatch, whole; after: {gigabytes(after.kept)} of it kept for later microbatches",
+        f"trajectory or a microbatch, whole{kept}",
         f"  {NOT_ESTIMATED[0].lower()}{NOT_ESTIMATED[1:]}",
     ]
 

@@ -101,7 +101,7 @@ def test_defaults_are_of_the_model_that_they_name(models):
 
 
 def test_work_of_another_model(models):
-    """Of Qwen3.5-4B, by hand: products with the layers' weights, 8 layers of 16 heads of 256, 24 of 32 states of 128 x 128."""
+    """Of Qwen3.5-4B, by hand: the layers' weights, 8 layers of 16 heads of 256, 24 of 32 states of 128 x 128."""
     work = count_work(models["qwen3.5-4b"])
     mlp = 3 * 2560 * 9216
     attention = 2560 * (2 * 16 * 256 + 2 * 4 * 256) + 16 * 256 * 2560  # queries with gates, keys and values, output
