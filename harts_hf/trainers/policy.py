@@ -22,6 +22,7 @@ from harts_hf.runtime import RunOptions
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.update import Leaves, TreeUpdate, UpdateReport
 from harts_hf.trainers.expert_load import ExpertLoad
+from harts_hf.trainers.fitting import FittingUpdate, TreeBudgets
 from harts_hf.trainers.ranks import AccelerateRanks
 from harts_hf.trainers.router_loss import RouterLoss
 from harts_hf.trainers.rows import PaddedRows, token_ids
@@ -90,7 +91,8 @@ class TreePolicy:
         trainer: a TRL trainer whose model is patched.
 
     Attributes:
-        planner: plans windows by the trainer's settings.
+        planner: plans windows by the trainer's settings, within the default limits where those are "auto".
+        budgets: the limits that hold.
         router_loss: the auxiliary loss of a mixture of experts.
         expert_load: how much its experts have to do.
         options: how forwards run.
@@ -105,6 +107,7 @@ class TreePolicy:
             trainer.accelerator,
             sharded_by_transformers=getattr(trainer, "is_distributed_loading_by_transformers", False),
         )
+        self.budgets = TreeBudgets(trainer, self.ranks)
         self.router_loss = RouterLoss(trainer, self.ranks)
         self.expert_load = ExpertLoad(trainer.model)
         args = trainer.args
@@ -267,10 +270,12 @@ class TreePolicy:
 
     def _update(self, model: nn.Module, device: Any) -> TreeUpdate:
         is_policy = self._unwrapped(model) is self._unwrapped(self.trainer.model)
-        return TreeUpdate(
+        return FittingUpdate(
             model,
-            self.planner,
+            self.budgets.applied(self.planner),
             self.options,
+            budgets=self.budgets,
+            trainer=self.trainer,
             ranks=self.ranks,
             device=device,
             placement=self.trainer.args.tree_placement,
