@@ -105,7 +105,9 @@ def row_bytes(model: nn.Module, *, dtype: torch.dtype | None = None, checkpointi
     )
 
 
-def peak_of_rows(schedule: Schedule, rows: RowBytes, *, gradients: float, rank: int = 0, offload: bool = False) -> float:
+def peak_of_rows(
+    schedule: Schedule, rows: RowBytes, *, gradients: float, rank: int = 0, offload: bool = False
+) -> float:
     """The most that a rank's ops take beside weights and optimizer: graphs, handed states, gradients, the head.
 
     Gradients are not there before the first backward, and all there after it; in it, graphs go as gradients come, so

@@ -1,5 +1,6 @@
 """Limits of plans: those that fit into a device's memory, and smaller ones after memory ran out."""
 
+import re
 from dataclasses import dataclass, replace
 
 from harts_hf.modeling.memory import RowBytes
@@ -74,6 +75,27 @@ def _rounded(count: int) -> int:
     """Down to a quarter of a power of two, and to whole chunks."""
     step = max(CHUNK_SIZE, 1 << max(0, count.bit_length() - 3))
     return count // step * step
+
+
+def parse_bytes(name: str, text: str) -> float:
+    """Bytes of a text such as 141GB, 80 GiB or 1.5e11.
+
+    Args:
+        name: of the option, for the error.
+        text: a number, and a unit.
+
+    Raises:
+        ValueError: another text, or no number above 0.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?)(I?)(B?)\s*", str(text), re.IGNORECASE)
+    try:
+        number = float(found[1]) if found else 0.0
+    except ValueError:
+        number = 0.0
+    if found is None or not 0 < number < float("inf"):
+        raise ValueError(f"expected {name} to be a size such as 141GB or 80GiB, got {text!r}")
+    power = " KMGT".index(found[2].upper() or " ")
+    return number * (1024 if found[3] else 1000) ** power
 
 
 def halved(config: PlannerConfig) -> PlannerConfig | None:

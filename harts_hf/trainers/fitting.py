@@ -32,14 +32,15 @@ class TreeBudgets:
 
     Attributes:
         halvings: how often memory ran out so far.
+        max_tokens: rows of a microbatch in the latest plan.
     """
 
     def __init__(self, trainer: Any, ranks: Ranks) -> None:
         self._trainer, self._ranks = trainer, ranks
         self._budget: Budget | None = None
-        self._max_tokens = 0.0  # of the latest plan
         self._logged = 0  # halvings that metrics have had
         self.halvings = 0
+        self.max_tokens = 0
 
     def applied(self, planner: WindowPlanner) -> WindowPlanner:
         """A planner with the limits that hold now; the first call is a collective where there are several processes.
@@ -55,13 +56,13 @@ class TreeBudgets:
             config = replace(config, **limits)
         for _ in range(self.halvings):
             config = halved(config) or config
-        self._max_tokens = float(config.max_tokens_per_microbatch)
+        self.max_tokens = config.max_tokens_per_microbatch
         return replace(planner, config=config)
 
     def metrics(self) -> dict[str, float]:
         """Rows of a microbatch, and how often memory ran out since the last call."""
         ran_out, self._logged = self.halvings - self._logged, self.halvings
-        return {"max_tokens_per_microbatch": self._max_tokens, "out_of_memory": float(ran_out)}
+        return {"max_tokens_per_microbatch": float(self.max_tokens), "out_of_memory": float(ran_out)}
 
     def _agreed(self) -> Budget:
         with self._ranks.together():
@@ -134,6 +135,7 @@ class FittingUpdate(TreeUpdate):
     def _use(self, smaller: PlannerConfig) -> None:
         self.planner = replace(self.planner, config=smaller)
         self._budgets.halvings = max(self._budgets.halvings, self._halvings + 1)
+        self._budgets.max_tokens = smaller.max_tokens_per_microbatch
 
     def _why_not(self) -> str:
         rows = self.planner.config.max_tokens_per_microbatch
