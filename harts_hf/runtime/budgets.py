@@ -58,8 +58,8 @@ def fitting_budget(rows: RowBytes, room: float, *, offload: bool = False, reason
     if count < CHUNK_SIZE:
         needed = rows.head + rows.layer + CHUNK_SIZE * rows.row / (1 - 2 * HANDED)
         raise DoesNotFitError(
-            f"expected at least {needed / 1e9:,.2f} GB beside weights, gradients and optimizer ({rows.head / 1e9:,.2f} "
-            f"GB of them for the head, {rows.row / 1e6:,.2f} MB a row), got {room / 1e9:,.2f} GB: take activation "
+            f"expected at least {needed / 1e9:,.2f} GB beside weights, gradients and optimizer "
+            f"({rows.head / 1e9:,.2f} GB of them for the head, {rows.row / 1e6:,.2f} MB a row), got {room / 1e9:,.2f} GB: take activation "
             "checkpointing, another optimizer, adapters, or more processes that share the model"
         )
     number = _rounded(min(int(count), MOST_ROWS))
@@ -99,7 +99,7 @@ def parse_bytes(name: str, text: str) -> float:
 
 
 def halved(config: PlannerConfig) -> PlannerConfig | None:
-    """The limits of rows halved, for a step that ran out of memory; None where a microbatch holds one chunk already."""
+    """Limits of half as many rows, after memory ran out; None where a microbatch holds one chunk already."""
     smallest = config.chunk_size
     if config.max_tokens_per_microbatch <= smallest:
         return None

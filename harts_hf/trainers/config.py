@@ -54,7 +54,8 @@ class TreeOptions:
             it can keep: a warning says so, and the metric `tree/limits_raised`.
         tree_max_handoff_bytes (`int` or `"auto"`, *optional*):
             Bytes of states handed between microbatches that may be alive at once, their gradients included; `"auto"`:
-            a part of the free memory. If unset, that where `tree_max_tokens_per_microbatch` is `"auto"`, else no limit.
+            a part of the free memory. If unset, that where `tree_max_tokens_per_microbatch` is `"auto"`, else no
+            limit.
         tree_cost (`str`, *optional*):
             File that `harts bench --fit-cost` wrote for the model on this machine, whose times are used. Without one,
             they are those of Ling-3.0-tiny on an H200. Bytes are always the trained model's own.
@@ -117,8 +118,8 @@ class TreeOptions:
     tree_max_handoff_bytes: int | str | None = field(
         default=None,
         metadata={
-            "help": "Bytes of states handed between microbatches that may be alive at once, or 'auto'; if unset, as the "
-            "microbatch's limit."
+            "help": "Bytes of states handed between microbatches that may be alive at once, or 'auto'; if unset, as "
+            "the microbatch's limit."
         },
     )
     tree_cost: str | None = field(

@@ -127,8 +127,8 @@ class FittingUpdate(TreeUpdate):
             self.ranks.ran_out(error)
             if is_out_of_memory(error):
                 raise torch.OutOfMemoryError(
-                    f"{error}\nexpected memory for {smaller.max_tokens_per_microbatch:,} rows a microbatch after it had "
-                    f"run out with {rows:,} in the same step, got none: {_HELP}"
+                    f"{error}\nexpected memory for {smaller.max_tokens_per_microbatch:,} rows a microbatch after it "
+                    f"had run out with {rows:,} in the same step, got none: {_HELP}"
                 ) from error
             raise
 
@@ -147,15 +147,15 @@ class FittingUpdate(TreeUpdate):
             else "where processes share parameters or gradients (FSDP2, DeepSpeed)"
         )
         return (
-            f"expected memory for {rows:,} rows a microbatch, got none; the step cannot be begun again {reason}, since "
-            f"the others wait in a collective: start from the last checkpoint with tree_max_tokens_per_microbatch="
-            f"{rows // 2:,}, or {_HELP}"
+            f"expected memory for {rows:,} rows a microbatch, got none; the step cannot be begun again {reason}, "
+            f"since the others wait in a collective: start from the last checkpoint with "
+            f"tree_max_tokens_per_microbatch={rows // 2}, or {_HELP}"
         )
 
 
 _HELP = (
-    "set gradient_checkpointing, a smaller tree_max_graph_tokens or tree_max_handoff_bytes, tree_offload_handoff, or an "
-    "optimizer with smaller states"
+    "set gradient_checkpointing, a smaller tree_max_graph_tokens or tree_max_handoff_bytes, tree_offload_handoff, or "
+    "an optimizer with smaller states"
 )
 
 

@@ -51,7 +51,7 @@ def gathered_bytes(model: nn.Module, width: int) -> Gathered:
 
 
 def cast_bytes(model: nn.Module, dtype: torch.dtype) -> float:
-    """Bytes of the weights that autocast keeps in its own dtype during a forward (and its graph), where theirs is wider.
+    """Bytes of weights that autocast keeps in its own dtype during a forward and its graph, where theirs is wider.
 
     Args:
         model: not sharded.

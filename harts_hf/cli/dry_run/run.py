@@ -62,6 +62,10 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text} ({frame.filename}, line {frame.lineno})"
 
 
+def _memory_of_gpu() -> float | None:
+    return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
+
+
 @dataclass
 class _Parts:
     """What has been found so far."""
@@ -94,7 +98,7 @@ class _Run:
         with as_if_launched(self.launch.num_processes):
             self.arguments, self.training, self.model = parse(argv)
         given = self.arguments.dry_run_memory
-        self.capacity = None if given is None else parse_bytes("dry_run_memory", given)
+        self.capacity = _memory_of_gpu() if given is None else parse_bytes("dry_run_memory", given)
         self.parts = _Parts(refused=list(self.launch.refused))
 
     def findings(self) -> Findings:
@@ -234,8 +238,9 @@ class _Run:
         )
         if not training.asks_for_memory:
             return
-        if self.capacity is None:
-            parts.budget = Budget(reason="the default: say how much memory a GPU has by --dry_run_memory 141GB")
+        if training.use_cpu or self.capacity is None:
+            ask = "the default: say how much memory a GPU has by --dry_run_memory 141GB"
+            parts.budget = Budget(reason="the default on a CPU" if training.use_cpu else ask)
             return
         room = self.capacity * (1 - MARGIN) - memory.states_bytes
         reason = f"of {self.capacity / 1e9:,.1f} GB, {MARGIN:.0%} of them left alone"
