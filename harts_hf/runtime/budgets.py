@@ -8,8 +8,9 @@ from harts_hf.planner import CHUNK_SIZE, PlannerConfig
 
 # Part of the memory that is left for what is not predicted: fragments, temporary tensors, other processes.
 MARGIN = 0.1
-# Part of what is left for rows that handed states may take, and as much again for reading the prefixes they belong to.
-HANDED = 1 / 16
+# Parts of what is left for rows: handed bytes that a plan may have where they are limited, by the planner's count, which
+# is two to five times too high (docs/windows.md), and what is kept for them and for reading prefixes.
+HANDED, KEPT = 1 / 4, 3 / 16
 # Most rows of a microbatch: more of them have not been tried, and the GPU is as busy with fewer.
 MOST_ROWS = 65_536
 
@@ -53,20 +54,19 @@ def fitting_budget(rows: RowBytes, room: float, *, offload: bool = False, reason
         DoesNotFitError: not even one chunk of rows fits.
     """
     left = room - rows.head - rows.layer
-    handed = max(0.0, left * HANDED)
-    count = (left - 2 * handed) / rows.row
+    count = left * (1 - KEPT) / rows.row
     if count < CHUNK_SIZE:
-        needed = rows.head + rows.layer + CHUNK_SIZE * rows.row / (1 - 2 * HANDED)
+        needed = rows.head + rows.layer + CHUNK_SIZE * rows.row / (1 - KEPT)
         raise DoesNotFitError(
             f"expected at least {needed / 1e9:,.2f} GB beside weights, gradients and optimizer "
-            f"({rows.head / 1e9:,.2f} GB of them for the head, {rows.row / 1e6:,.2f} MB a row), got {room / 1e9:,.2f} GB: take activation "
-            "checkpointing, another optimizer, adapters, or more processes that share the model"
+            f"({rows.head / 1e9:,.2f} GB of them for the head, {rows.row / 1e6:,.2f} MB a row), got {room / 1e9:,.2f} "
+            "GB: take activation checkpointing, another optimizer, adapters, or more processes that share the model"
         )
     number = _rounded(min(int(count), MOST_ROWS))
     return Budget(
         max_tokens=number,
         max_graph_tokens=number,
-        max_handoff_bytes=None if offload else int(handed),
+        max_handoff_bytes=None if offload else int(left * HANDED),
         reason=reason,
     )
 

@@ -54,8 +54,8 @@ class TreeOptions:
             it can keep: a warning says so, and the metric `tree/limits_raised`.
         tree_max_handoff_bytes (`int` or `"auto"`, *optional*):
             Bytes of states handed between microbatches that may be alive at once, their gradients included; `"auto"`:
-            a part of the free memory. If unset, that where `tree_max_tokens_per_microbatch` is `"auto"`, else no
-            limit.
+            a quarter of what is left for rows. No limit if unset, as they are small beside graphs, and a limit that a
+            window meets has prefixes computed again.
         tree_cost (`str`, *optional*):
             File that `harts bench --fit-cost` wrote for the model on this machine, whose times are used. Without one,
             they are those of Ling-3.0-tiny on an H200. Bytes are always the trained model's own.
@@ -118,8 +118,8 @@ class TreeOptions:
     tree_max_handoff_bytes: int | str | None = field(
         default=None,
         metadata={
-            "help": "Bytes of states handed between microbatches that may be alive at once, or 'auto'; if unset, as "
-            "the microbatch's limit."
+            "help": "Bytes of states handed between microbatches that may be alive at once, or 'auto'; no limit if "
+            "unset."
         },
     )
     tree_cost: str | None = field(
@@ -210,7 +210,7 @@ class TreeOptions:
         handed: Any = self.tree_max_handoff_bytes
         if graph == AUTO or (graph is None and rows == AUTO):
             graph = fits.max_graph_tokens
-        if handed == AUTO or (handed is None and rows == AUTO):
+        if handed == AUTO:  # not if unset: see docs/planner.md
             handed = fits.max_handoff_bytes
         if rows == AUTO:
             rows = fits.max_tokens if graph is None else min(fits.max_tokens, graph)
