@@ -131,6 +131,31 @@ def load_model(name: str, dtype: Any, *, seed: int, random_weights: bool = False
         ) from error
 
 
+def empty_model(name: str) -> Any:
+    """The causal language model of a configuration, on the meta device in bfloat16; nothing is downloaded.
+
+    Args:
+        name: a folder, a ``.json`` file with a configuration, or a name in the local Hugging Face cache.
+
+    Raises:
+        ValueError: no configuration that can be loaded is there.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = Path(name)
+    try:
+        config = _config_of_file(path) if path.is_file() else AutoConfig.from_pretrained(name, local_files_only=True)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config.get_text_config(), dtype=torch.bfloat16)
+    except Exception as error:  # as in load_model
+        reason = f"{error}".split("\n")[0] if path.exists() else "no such folder or file, and nothing of it is cached"
+        raise ValueError(
+            f"expected --model to be a model's folder, configuration or name in the local Hugging Face cache, got "
+            f"{name!r}: {reason}"
+        ) from error
+
+
 def _config_of_file(path: Path) -> Any:
     from transformers import AutoConfig
 

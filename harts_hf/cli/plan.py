@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from harts_hf.cli.checks import check_output_file, check_picture, refuse_to_overwrite
-from harts_hf.cli.loading import add_rollouts, load_tokenizer, read_rollouts, summary
+from harts_hf.cli.loading import add_rollouts, empty_model, load_tokenizer, read_rollouts, summary
 from harts_hf.cli.output import printable, replacing, write_json
 from harts_hf.planner import (
     CostModel,
@@ -26,6 +26,7 @@ from harts_hf.tree import RolloutTree
 
 COLUMNS = ("group", "trajectories", "expanded", "unique", "ratio", "depth", "replay", "calls", "calls (ends)")
 MAX_GROUPS = 20
+LIMITS = {"max_tokens_per_microbatch", "max_graph_tokens"}
 MAX_CELL = 40
 
 
@@ -37,8 +38,15 @@ def main(argv: Sequence[str]) -> int:
     refuse_to_overwrite(options.plot, *inputs, options.json)
     check_output_file("--json", options.json)
     check_picture("--plot", options.plot)
-    given = {field.name: getattr(options, field.name) for field in fields(PlannerConfig) if field.name in options}
+    given = {
+        field.name: getattr(options, field.name)
+        for field in fields(PlannerConfig)
+        if getattr(options, field.name, None) is not None
+    }
     config = PlannerConfig(**{**given, "cost": None if options.cost is None else CostModel.load(options.cost)})
+    fits = None
+    if options.memory is not None:
+        config, fits = _fitted(options, config, chosen=bool(LIMITS & given.keys()))
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
     file = read_rollouts(options, tokenizer)
     groups = file.groups
@@ -46,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
     schedule: Schedule = report.pop("schedule")
     report["input"] = {"form": file.form, "conversations": file.num_conversations, "notes": dict(file.notes)}
     print(format_report(report))
+    if fits is not None:
+        print(fits)
     if file.num_conversations:
         print(summary(file))
     if options.verbose:
@@ -64,6 +74,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _fitted(options: argparse.Namespace, config: PlannerConfig, *, chosen: bool) -> tuple[PlannerConfig, str]:
+    if options.model is None:
+        raise ValueError("expected --model with --memory, whose size says what fits, got none")
+    from harts_hf.cli.plan_memory import fitted
+
+    return fitted(options.memory, empty_model(options.model), config, chosen=chosen)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="harts plan", description=__doc__)
     defaults = PlannerConfig()
@@ -71,8 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-tokens-per-microbatch",
         type=int,
-        default=defaults.max_tokens_per_microbatch,
-        help="network rows of one forward (default: %(default)s)",
+        help=f"network rows of one forward (default: what fits into --memory, else "
+        f"{defaults.max_tokens_per_microbatch:,})",
     )
     parser.add_argument("--max-linear-rows", type=int, help="rows of its linear layers, replay included")
     parser.add_argument("--max-graph-tokens", type=int, help="rows whose graphs may be alive at once")
@@ -81,6 +99,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunk-size", type=int, default=defaults.chunk_size, help="chunk of the linear rule")
     parser.add_argument("--sharing", default=defaults.sharing, help="auto, always or never (default: %(default)s)")
     parser.add_argument("--execution", default=defaults.execution, help="auto, replay, nested or keep")
+    parser.add_argument("--model", metavar="M", help="folder, configuration (.json) or cached name of a model")
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="memory of a GPU, such as 141GB: with --model, prints how many rows of a microbatch fit (with AdamW, in "
+        "one process), and plans with those that fit with gradient checkpointing",
+    )
     parser.add_argument("--cost", metavar="FILE", help="cost model that `harts bench --fit-cost` wrote")
     parser.add_argument("--plot", metavar="FILE", help="draw the largest group's tree and the schedule")
     parser.add_argument("--json", metavar="FILE", help="write the table and the schedule")

@@ -8,8 +8,8 @@ from harts_hf.planner import CHUNK_SIZE, PlannerConfig
 
 # Part of the memory that is left for what is not predicted: fragments, temporary tensors, other processes.
 MARGIN = 0.1
-# Parts of what is left for rows: handed bytes that a plan may have where they are limited, by the planner's count, which
-# is two to five times too high (docs/windows.md), and what is kept for them and for reading prefixes.
+# Parts of what is left for rows: the limit of handed bytes, if one is asked for, by the planner's count, which is two
+# to five times too high (docs/windows.md); and what is kept for handed states and for reading prefixes.
 HANDED, KEPT = 1 / 4, 3 / 16
 # Most rows of a microbatch: more of them have not been tried, and the GPU is as busy with fewer.
 MOST_ROWS = 65_536

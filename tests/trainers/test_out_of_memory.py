@@ -1,19 +1,26 @@
-"""Memory that runs out in a step: the step is begun again with half the rows, and trains as if planned so."""
+"""Limits that fit into memory, and steps that are begun again where it runs out: they train as if planned so."""
 
 import copy
+import logging
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from support.models import tiny_model
 from support.trainer_runs import run_trainer
 from support.trees import branching
+from transformers import HfArgumentParser
 
 from harts_hf import PlannerConfig, TreeGRPOConfig, TreeGRPOTrainer, patch
 from harts_hf.errors import HartsWarning
+from harts_hf.modeling.memory import row_bytes
 from harts_hf.runtime import WindowPlanner, WindowRun
+from harts_hf.runtime.budgets import Budget, DoesNotFitError, fitting_budget
 from harts_hf.runtime.ranks import Ranks
 from harts_hf.trainers.fitting import FittingUpdate, TreeBudgets
+from harts_hf.trainers.memory import bytes_to_come, measured_budget
 
 OPTIONS = {"tree_sharing": "always", "max_steps": 2}
 
@@ -184,3 +191,93 @@ def test_copies_are_not_kept():
     budgets.halvings = 9
     assert budgets.applied(planner).config.max_tokens_per_microbatch == 64
     assert budgets.metrics() == {"max_tokens_per_microbatch": 64.0, "out_of_memory": 9.0}
+
+
+def test_limits_as_they_are_given(tmp_path):
+    """Numbers, texts of a command line, and "auto", which is the default where a device's memory is not known."""
+
+    def config(**options):
+        return TreeGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+
+    def limits(args, **fits):
+        return tuple(args.limits(Budget(**fits)).values())
+
+    fits = {"max_tokens": 4096, "max_graph_tokens": 4096, "max_handoff_bytes": 10**9}
+    assert limits(config()) == (16_384, None, None) and limits(config(), **fits) == (4096, 4096, None)
+    assert limits(config(tree_max_tokens_per_microbatch="2_048"), **fits) == (2048, None, None)
+    assert limits(config(tree_max_graph_tokens="1000"), **fits) == (1000, 1000, None)
+    every = config(tree_max_tokens_per_microbatch=512, tree_max_graph_tokens="auto", tree_max_handoff_bytes="auto")
+    assert limits(every, **fits) == (512, 4096, 10**9) and every.asks_for_memory
+    assert not config(tree_max_tokens_per_microbatch=512).asks_for_memory
+    (parsed,) = HfArgumentParser(TreeGRPOConfig).parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--tree_max_tokens_per_microbatch", "256"]
+    )
+    assert parsed.tree_max_tokens_per_microbatch == 256
+    for wrong in (None, "many", 1.5, True, "-64"):
+        with pytest.raises(
+            ValueError, match="expected tree_max_tokens_per_microbatch to be an integer or 'auto', got"
+        ):
+            config(tree_max_tokens_per_microbatch=wrong)
+    with pytest.raises(ValueError, match="expected max_tokens_per_microbatch of at least 64"):
+        config(tree_max_tokens_per_microbatch=1)
+
+
+class Gpu:
+    """A trainer whose device has so many free bytes."""
+
+    def __init__(self, monkeypatch, free, **options):
+        for name, value in {
+            "mem_get_info": (free - 10**9, 100 * 10**9),
+            "memory_reserved": 3 * 10**9,
+            "memory_allocated": 2 * 10**9,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+        self.model = tiny_model("qwen3_5_text")
+        self.accelerator = SimpleNamespace(
+            unwrap_model=lambda model: model, distributed_type=DistributedType.NO, num_processes=1
+        )
+        self.optimizer = None
+        args = {"optim": "adamw_torch", "bf16": True, "tree_offload_handoff": False, "gradient_checkpointing": False}
+        args |= {"tree_fused_modules": "auto", "device": torch.device("cuda"), "asks_for_memory": True, **options}
+        limits = lambda fits: {"max_tokens_per_microbatch": fits.max_tokens}  # noqa: E731
+        self.args = SimpleNamespace(**args, limits=limits)
+
+
+def test_free_memory_is_what_is_left_when_all_has_come(monkeypatch, caplog):
+    """Gradients, AdamW's states and autocast's copies are taken off while they are not there; so is a margin."""
+    gpu = Gpu(monkeypatch, 10 * 10**9 + 5 * 10**8)
+    count = sum(parameter.numel() for parameter in gpu.model.parameters())
+    assert bytes_to_come(gpu) == (4 + 8 + 2) * count
+    gpu.model(input_ids=torch.tensor([[1, 2]]), use_cache=False).logits.sum().backward()
+    assert bytes_to_come(gpu) == (8 + 2) * count
+    gpu.args.optim = "unknown"
+    assert bytes_to_come(gpu) == (8 + 2) * count
+    gpu.args.bf16, gpu.optimizer = False, SimpleNamespace(state={"there": 1})
+    assert bytes_to_come(gpu) == 0
+    rows = row_bytes(gpu.model, checkpointing=False, fused=True)
+    expected = fitting_budget(rows, 5e8)
+    found = measured_budget(gpu)
+    assert found.max_tokens == expected.max_tokens < 65_536 and "10.5 GB free" in found.reason
+
+
+def test_processes_agree_on_the_smallest(monkeypatch, caplog):
+    """Once, and it is logged; a process that finds no room tells the others."""
+    gathered = []
+
+    class Two(Ranks):
+        count = 2
+
+        def gather(self, *numbers):
+            gathered.append(numbers)
+            return [numbers, tuple(number // 2 for number in numbers)]
+
+    gpu = Gpu(monkeypatch, 20 * 10**9)
+    budgets = TreeBudgets(gpu, Two())
+    with caplog.at_level(logging.INFO, logger="harts_hf"):
+        found = {budgets.applied(WindowPlanner()).config.max_tokens_per_microbatch for _ in range(3)}
+    assert found == {gathered[0][0] // 2} and len(gathered) == 1
+    assert [record.message for record in caplog.records] == [
+        f"tree_max_tokens_per_microbatch: {gathered[0][0] // 2:,} rows ({measured_budget(gpu).reason})"
+    ]
+    with pytest.raises(DoesNotFitError, match="beside weights, gradients and optimizer"):
+        TreeBudgets(Gpu(monkeypatch, 10**9), Ranks()).applied(WindowPlanner())
