@@ -5,7 +5,7 @@ Unless `--model` names a model: its configuration alone is read then.
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,8 @@ Says what tree training would save on a file of rollouts: tokens, estimated time
 groups; then a line per group, and what the plan of a training step does. Needs no GPU. Estimates are for Ling-3.0-tiny
 on an H200 unless --model or --cost says otherwise.
 """
+# Of the options, those that --memory chooses otherwise.
+LIMITS = {"max_tokens_per_microbatch", "max_graph_tokens"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,12 +38,18 @@ def main(argv: Sequence[str]) -> int:
     check_picture("--plot", options.plot)
     if options.groups_per_step is not None and options.groups_per_step < 1:
         raise ValueError(f"expected --groups-per-step of at least 1, got {options.groups_per_step}")
-    given = {field.name: getattr(options, field.name) for field in fields(PlannerConfig) if field.name in options}
+    if options.memory is not None and options.model is None:
+        raise ValueError("expected --model with --memory, whose size says what fits, got none")
+    given = {
+        field.name: getattr(options, field.name)
+        for field in fields(PlannerConfig)
+        if getattr(options, field.name, None) is not None
+    }
     config = PlannerConfig(**{**given, "cost": None if options.cost is None else CostModel.load(options.cost)})
     file = read_rollouts(options, tokenizer_on_demand(options.tokenizer))
     model = None if options.model is None else _planned_model(options)
     if model is not None:
-        config = replace(config, cost=model.cost(config.cost))
+        config = model.configured(config, memory=options.memory, keeps_limits=bool(LIMITS & given.keys()))
     report = plan_report(
         file.groups,
         config,
@@ -50,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     )
     print(format_report(report))
     if model is not None:
-        print(f"\n{model.said}")
+        print("\n" + "\n".join(model.said))
     if file.num_conversations:
         print(summary(file))
     if options.verbose:
@@ -94,8 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-tokens-per-microbatch",
         type=int,
-        default=defaults.max_tokens_per_microbatch,
-        help="network rows of one forward (default: %(default)s)",
+        help=f"network rows of one forward (default: what fits into --memory, else "
+        f"{defaults.max_tokens_per_microbatch:,})",
     )
     parser.add_argument("--max-linear-rows", type=int, help="rows of its linear layers, replay included")
     parser.add_argument("--max-graph-tokens", type=int, help="rows whose graphs may be alive at once")
@@ -104,6 +112,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunk-size", type=int, default=defaults.chunk_size, help="chunk of the linear rule")
     parser.add_argument("--sharing", default=defaults.sharing, help="auto, always or never (default: %(default)s)")
     parser.add_argument("--execution", default=defaults.execution, help="auto, replay, nested or keep")
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="memory of a GPU, such as 141GB: with --model, prints how many rows of a microbatch fit (with AdamW, in "
+        "one process), and plans with those that fit with gradient checkpointing",
+    )
     parser.add_argument("--cost", metavar="FILE", help="cost model that `harts bench --fit-cost` wrote")
     parser.add_argument("--plot", metavar="FILE", help="draw the gain, the largest group's tree and the schedule")
     parser.add_argument("--json", metavar="FILE", help="write the table and the schedule")

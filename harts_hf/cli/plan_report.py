@@ -22,25 +22,29 @@ from harts_hf.tree import RolloutTree
 
 @dataclass(frozen=True, kw_only=True)
 class RowBytes:
-    """Bytes of a network row's activations in bfloat16, with activation checkpointing (TRL's default).
+    """Bytes of activations in bfloat16 with activation checkpointing (TRL's default), as modeling/memory.py has them.
 
     Attributes:
-        kept: from its forward to its backward: the inputs of all layers.
-        running: besides, while its backward runs: those of one layer, computed again.
+        kept: of a network row, from its forward to its backward: the inputs of all layers.
+        running: of a network row besides, while its backward runs: those of one layer, computed again.
+        running_prefix: of a row that is read from earlier microbatches, while the backward that reads it runs.
         source: of which model.
     """
 
     kept: float
     running: float
+    running_prefix: float
     source: str
 
     def activations(self, counts: MemoryCounts) -> FloatArray:
         """``[ops]`` float64: bytes while each op runs."""
-        return self.kept * counts.graph_rows + self.running * counts.backward_rows
+        running = self.running * counts.backward_rows + self.running_prefix * counts.backward_prefix_rows
+        activations: FloatArray = self.kept * counts.graph_rows + running
+        return activations
 
 
 # Of the model that the default cost model is of; a test computes them from its configuration.
-DEFAULT_ROW_BYTES = RowBytes(kept=73_728, running=255_428, source="Ling-3.0-tiny")
+DEFAULT_ROW_BYTES = RowBytes(kept=73_728, running=197_267, running_prefix=30_720, source="Ling-3.0-tiny")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,18 +12,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu.registry import STEP_MODELS
 from harts_hf.cli import plan_picture
-from harts_hf.cli.dry_run.memory import row_bytes_of
 from harts_hf.cli.main import main
 from harts_hf.cli.plan_picture import drawable, plot_plan
 from harts_hf.cli.plan_report import DEFAULT_ROW_BYTES, RowBytes, plan_report
 from harts_hf.cli.plan_text import factor, format_report, gigabytes, seconds
 from harts_hf.modeling import handed_sizes
 from harts_hf.modeling.costs import DEFAULT_WORK, count_work, scaled_cost
+from harts_hf.modeling.memory import row_bytes
 from harts_hf.planner import DEFAULT_COST, PlannerConfig, plan_window
 from harts_hf.rollouts import plot
 from harts_hf.rollouts.recorded import Rollout, RolloutGroup
 
-BYTES = RowBytes(kept=1000, running=100, source="a model")
+BYTES = RowBytes(kept=1000, running=100, running_prefix=10, source="a model")
 
 
 def groups(*counts):
@@ -49,7 +49,7 @@ def test_each_figure_of_the_gain():
     # A microbatch of 128 rows is more than the longest trajectory of 122.
     assert gain.memory[0].total == 128 * 1100
     counts = schedule.memory_counts()
-    peak = counts.peak_bytes({"graph_rows": 1000, "backward_rows": 100, "handed_bytes": 1})
+    peak = counts.peak_bytes({"graph_rows": 1000, "backward_rows": 100, "backward_prefix_rows": 10, "handed_bytes": 1})
     assert gain.memory[1].total == peak and gain.memory[1].kept > 0
 
 
@@ -95,7 +95,10 @@ def test_defaults_are_of_the_model_that_they_name(models):
     """Work, bytes of a row, bytes of a handed row: of Ling-3.0-tiny's configuration."""
     model = models["ling-3.0-tiny"]
     assert count_work(model) == DEFAULT_WORK and scaled_cost(model, "x").forward == DEFAULT_COST.forward
-    assert row_bytes_of(model, width=2) == pytest.approx((DEFAULT_ROW_BYTES.kept, DEFAULT_ROW_BYTES.running), abs=1)
+    rows, default = row_bytes(model, checkpointing=True, fused=True), DEFAULT_ROW_BYTES
+    assert (rows.kept, rows.running, rows.prefix_running) == pytest.approx(
+        (default.kept, default.running, default.running_prefix), abs=1
+    )
     sizes = handed_sizes(model, torch.bfloat16)
     assert sizes.values["keys"] + sizes.gradients["keys"] == DEFAULT_COST.handoff_bytes_per_row
 
@@ -128,8 +131,8 @@ def test_a_models_own_figures(tmp_path, capsys):
     text, content = said[0]
     assert "time: for tiny, scaled from Ling-3.0-tiny on an H200" in text and "memory: for tiny in bfloat16" in text
     assert f"tiny: qwen3_5_text, {tiny_model('qwen3_5_text').num_parameters():,} parameters" in text
-    kept, running = row_bytes_of(tiny_model("qwen3_5_text"), width=2)
-    assert content["gain"]["memory_bytes"]["before"]["activations"] == 200 * (kept + running)
+    rows = row_bytes(tiny_model("qwen3_5_text").bfloat16(), checkpointing=True, fused=True)
+    assert content["gain"]["memory_bytes"]["before"]["activations"] == 200 * (rows.kept + rows.running)
     assert content["gain"]["seconds"]["after"] < said[1][1]["gain"]["seconds"]["after"]
     assert "time: for Ling-3.0-tiny on an H200" in said[1][0]
 

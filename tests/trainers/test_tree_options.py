@@ -31,6 +31,8 @@ METRICS = {
     "unique_tokens",
     "replay_tokens",
     "limits_raised",
+    "max_tokens_per_microbatch",
+    "out_of_memory",
     "linear_calls",
     "microbatches",
     "oversized_microbatches",
