@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from harts_hf.planner import (
     PlannerConfig,
     Schedule,
@@ -39,8 +41,7 @@ class RowBytes:
     def activations(self, counts: MemoryCounts) -> FloatArray:
         """``[ops]`` float64: bytes while each op runs."""
         running = self.running * counts.backward_rows + self.running_prefix * counts.backward_prefix_rows
-        activations: FloatArray = self.kept * counts.graph_rows + running
-        return activations
+        return np.asarray(self.kept * counts.graph_rows + running, np.float64)
 
 
 # Of the model that the default cost model is of; a test computes them from its configuration.

@@ -1,14 +1,16 @@
 """Bytes that the forwards and backwards of a model take, by what a schedule counts: the package's one memory model."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from harts_hf.modeling.families import family_of
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.planner import CHUNK_SIZE, Schedule
+from harts_hf.planner.walk import FloatArray
 
 # Bytes of a row's graph per byte that goes in and out of a layer's products (experts apart), and what a running
 # backward takes besides. With modules as single operations, and with the stock ones, which keep what they round.
@@ -41,7 +43,9 @@ class RowBytes:
         filled_running: the same while its backward runs.
         prefix: of a row that is read from trunks, as long as the graph that reads it is there.
         prefix_running: the same while the backward of that graph runs, besides.
-        head: while a backward begins: logits of a chunk, and gradients of the head's weight.
+        head: gradients of the head's weight, while a backward begins.
+        logits: of a row of the head then, and their gradient.
+        chunk_rows: rows of the head that are computed at once, at most.
         layer: gradients of one layer (the largest one) before they are added to those that are there.
     """
 
@@ -52,12 +56,18 @@ class RowBytes:
     prefix: float
     prefix_running: float
     head: float
+    logits: float
+    chunk_rows: int
     layer: float
 
     @property
     def row(self) -> float:
         """Bytes of a network row that has a graph and whose backward runs."""
         return self.kept + self.running
+
+    def head_of(self, num_rows: int) -> float:
+        """Bytes of the head while the backward of so many rows begins."""
+        return self.head + self.logits * min(num_rows, self.chunk_rows)
 
 
 def row_bytes(model: nn.Module, *, dtype: torch.dtype | None = None, checkpointing: bool, fused: bool) -> RowBytes:
@@ -89,7 +99,6 @@ def row_bytes(model: nn.Module, *, dtype: torch.dtype | None = None, checkpointi
     prefix = width * family.key_elements(config, True)
     largest = max(range(len(layers)), key=lambda number: graphs[number])
     head: Any = base.get_output_embeddings()
-    chunk_rows = max(1, _HEAD_ELEMENTS // config.vocab_size)
     # Its gradient is added up in float32 and rounded; of tied weights it waits for that of the embedding.
     tied = stored.itemsize if base.get_input_embeddings().weight is head.weight else 0
     weight = num_elements(head.weight) * (4 + stored.itemsize + tied) if head.weight.requires_grad else 0
@@ -100,8 +109,42 @@ def row_bytes(model: nn.Module, *, dtype: torch.dtype | None = None, checkpointi
         filled_running=filled,
         prefix=0.0 if checkpointing else float(_PREFIX_KEPT * prefix * full),
         prefix_running=float(_PREFIX_RUNNING * prefix),
-        head=float(weight + _LOGIT[fused] * chunk_rows * config.vocab_size),
+        head=float(weight),
+        logits=float(_LOGIT[fused] * config.vocab_size),
+        chunk_rows=max(1, _HEAD_ELEMENTS // config.vocab_size),
         layer=float(max(_trained_bytes(layer) for layer in layers)),
+    )
+
+
+class GraphBytes(NamedTuple):
+    """Bytes of graphs while each op of a rank runs, ``[ops]`` each, in the order of ``Schedule.ops(dummies=False)``.
+
+    Attributes:
+        kept: of the graphs that are alive.
+        running: of the op itself, besides: a layer that is computed again, or gradients.
+    """
+
+    kept: FloatArray
+    running: FloatArray
+
+
+def graph_bytes(schedule: Schedule, rows: RowBytes, *, rank: int = 0) -> GraphBytes:
+    """What graphs take on a rank: network rows, rows that fill up chunks, and prefixes.
+
+    Args:
+        schedule: of one optimizer step.
+        rows: of the model.
+        rank: whose ops.
+    """
+    counts, ops = schedule.memory_counts(rank), schedule.ops(rank, dummies=False)
+    own = np.array([schedule.microbatches[index].num_rows for _, index in ops], np.float64)
+    chunks = np.array([schedule.measures[index].chunks for _, index in ops], np.float64)
+    filled = np.maximum(0, CHUNK_SIZE * counts.graph_chunks - counts.graph_rows)
+    return GraphBytes(
+        kept=rows.kept * counts.graph_rows + rows.filled * filled + rows.prefix * counts.graph_prefix_rows,
+        running=rows.running * own
+        + rows.filled_running * np.maximum(0, CHUNK_SIZE * chunks - own)
+        + rows.prefix_running * counts.backward_prefix_rows,
     )
 
 
@@ -120,36 +163,22 @@ def peak_of_rows(
         rank: whose ops.
         offload: whether handed states lie on the CPU between uses.
     """
-    counts = schedule.memory_counts(rank)
+    graphs = graph_bytes(schedule, rows, rank=rank)
+    handed = 0.0 if offload else schedule.memory_counts(rank).handed_bytes
     peak, any_gradients = 0.0, False
-    for time, (kind, index) in enumerate(schedule.ops(rank, dummies=False)):
-        own = schedule.microbatches[index].num_rows
-        chunks = schedule.measures[index].chunks
-        graph_rows = int(counts.graph_rows[time])
-        filled = max(0, CHUNK_SIZE * int(counts.graph_chunks[time]) - graph_rows)
-        alive = (
-            rows.kept * graph_rows
-            + rows.filled * filled
-            + rows.prefix * int(counts.graph_prefix_rows[time])
-            + (0.0 if offload else float(counts.handed_bytes[time]))
-        )
-        running = (
-            rows.running * own
-            + rows.filled_running * max(0, CHUNK_SIZE * chunks - own)
-            + rows.prefix_running * int(counts.backward_prefix_rows[time])
-        )
+    for (kind, index), alive, running in zip(
+        schedule.ops(rank, dummies=False), graphs.kept + handed, graphs.running, strict=True
+    ):
         before = gradients if any_gradients else 0.0
         if kind != "B":
             peak = max(peak, before + alive + running)
             continue
+        own = schedule.microbatches[index].num_rows
         again = rows.layer if any_gradients else 0.0
-        peak = max(
-            peak,
-            before + alive + max(rows.head, running + again),
-            gradients + alive - rows.kept * own + running,
-        )
-        any_gradients = True
-    return peak
+        begins = before + alive + max(rows.head_of(own), running + again)
+        ends = gradients + alive - rows.kept * own + running
+        peak, any_gradients = max(peak, begins, ends), True
+    return float(peak)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

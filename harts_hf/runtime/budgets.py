@@ -54,9 +54,11 @@ def fitting_budget(rows: RowBytes, room: float, *, offload: bool = False, reason
         DoesNotFitError: not even one chunk of rows fits.
     """
     left = room - rows.head - rows.layer
-    count = left * (1 - KEPT) / rows.row
+    count = (left - rows.logits * rows.chunk_rows) * (1 - KEPT) / rows.row
+    if count < rows.chunk_rows:  # the head takes them all at once
+        count = left * (1 - KEPT) / (rows.row + rows.logits)
     if count < CHUNK_SIZE:
-        needed = rows.head + rows.layer + CHUNK_SIZE * rows.row / (1 - KEPT)
+        needed = rows.head + rows.layer + CHUNK_SIZE * (rows.row + rows.logits) / (1 - KEPT)
         raise DoesNotFitError(
             f"expected at least {needed / 1e9:,.2f} GB beside weights, gradients and optimizer "
             f"({rows.head / 1e9:,.2f} GB of them for the head, {rows.row / 1e6:,.2f} MB a row), got {room / 1e9:,.2f} "

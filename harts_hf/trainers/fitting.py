@@ -2,8 +2,9 @@
 
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -18,6 +19,7 @@ from harts_hf.runtime.update import TreeUpdate, UpdateReport
 from harts_hf.trainers.memory import measured_budget
 
 _logger = logging.getLogger(__name__)
+Found = TypeVar("Found")
 
 
 class TreeBudgets:
@@ -79,7 +81,7 @@ class TreeBudgets:
 
 
 class FittingUpdate(TreeUpdate):
-    """An update that is begun again, once and with half the rows, where memory runs out in it.
+    """An update that is begun again, once and with half the rows, where memory runs out in it; so is scoring.
 
     Gradients, what TRL logs, and attributes of the trainer become what they were before, so that the result is that of
     an update which had been planned so. State of one's own that a loss changes in place is not brought back.
@@ -101,28 +103,42 @@ class FittingUpdate(TreeUpdate):
             torch.OutOfMemoryError: memory ran out again, or where the processes cannot begin again.
         """
         before = _Before(self._trainer, self.model) if self.ranks.can_begin_again else None
+        run = super().run
+        return self._twice(lambda: run(*args, **kwargs), before)
+
+    def score(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """See :meth:`TreeUpdate.score`.
+
+        Raises:
+            torch.OutOfMemoryError: memory ran out again, or where the processes cannot begin again.
+        """
+        score = super().score
+        return self._twice(lambda: score(*args, **kwargs), None)
+
+    def _twice(self, work: Callable[[], Found], before: "_Before | None") -> Found:
         rows = self.planner.config.max_tokens_per_microbatch
         try:
-            return super().run(*args, **kwargs)
+            return work()
         except Exception as error:
             smaller = halved(self.planner.config) if self.ranks.ran_out(error) else None
-            if before is None or smaller is None:
+            if smaller is None:
                 if is_out_of_memory(error):
                     raise torch.OutOfMemoryError(f"{error}\n{self._why_not()}") from error
                 raise
             said = str(error).partition("\n")[0]
         # Here, since the error's traceback held the tensors of the step.
-        before.restore()
+        if before is not None:
+            before.restore()
         clear_device_cache(garbage_collection=True)
         self._use(smaller)
         warnings.warn(
-            f"memory ran out with {rows:,} rows a microbatch ({said}): the step is begun again with "
-            f"{smaller.max_tokens_per_microbatch:,}, and so are those to come",
+            f"memory ran out with {rows:,} rows a microbatch ({said}): what ran is begun again with "
+            f"{smaller.max_tokens_per_microbatch:,}, and so are the steps to come",
             HartsWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         try:
-            return super().run(*args, **kwargs)
+            return work()
         except Exception as error:
             self.ranks.ran_out(error)
             if is_out_of_memory(error):

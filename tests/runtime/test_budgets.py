@@ -143,7 +143,7 @@ def test_windows_within_a_budget_take_no_more_than_was_there(model, rows, shapes
 
 def test_budgets(rows):
     """Rows grow with memory in steps of a fifth at most, up to a limit; too little is an error that names what is."""
-    found = [fitting_budget(rows, 1e9 * 1.02**step) for step in range(300)]
+    found = [fitting_budget(rows, 5e8 * 1.02**step) for step in range(300)]
     numbers = [one.max_tokens for one in found]
     assert numbers == sorted(numbers) and numbers[-1] == 65_536 and len(set(numbers)) < 40
     for before, after in pairwise(sorted(set(numbers))):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from harts_hf.cli.launching import Launch
-from harts_hf.modeling.memory import RowBytes, peak_of_rows, row_bytes
+from harts_hf.modeling.memory import RowBytes, graph_bytes, peak_of_rows, row_bytes
 from harts_hf.planner import Schedule
 from harts_hf.trainers.memory import cast_bytes, gathered_bytes, optimizer_bytes
 
@@ -148,7 +148,8 @@ def _working(model: Any, training: Any, launch: Launch) -> list[Part]:
 def _of_rows(memory: Memory, schedule: Schedule) -> list[Part]:
     counts = [schedule.memory_counts(rank) for rank in range(schedule.config.world_size)]
     rows = memory.rows
-    graphs = max(one.peak_bytes({"graph_rows": rows.kept, "backward_rows": rows.running}) for one in counts)
+    found = [graph_bytes(schedule, rows, rank=rank) for rank in range(len(counts))]
+    graphs = max(float((one.kept + one.running).max(initial=0)) for one in found)
     most = max(int(one.graph_rows.max(initial=0)) for one in counts)
     handed = max(float(one.handed_bytes.max(initial=0)) for one in counts)
     return [
@@ -158,7 +159,7 @@ def _of_rows(memory: Memory, schedule: Schedule) -> list[Part]:
             bytes=0.0 if memory.offload else handed,
             note="between microbatches" + (" (on the CPU)" if memory.offload else ""),
         ),
-        Part(name="head", bytes=rows.head, note="logits of a chunk, gradients of the head's weight"),
+        Part(name="head", bytes=rows.head_of(most), note="logits of a chunk, gradients of the head's weight"),
     ]
 
 

@@ -10,7 +10,7 @@ from harts_hf.cli.dry_run.rollouts import PlannedRollouts, rows_per_step
 from harts_hf.cli.launching import Launch
 from harts_hf.cli.output import printable
 from harts_hf.cli.train_arguments import TrainArguments
-from harts_hf.planner import PlannerConfig, Schedule
+from harts_hf.planner import Schedule
 from harts_hf.planner.text import counted
 from harts_hf.runtime.budgets import MARGIN, Budget
 
@@ -67,7 +67,7 @@ def format_findings(found: Findings) -> str:
         lines += _line("plan", _plan(found.plan))
         lines += _line("time", _time(found))
         if found.budget is not None:
-            lines += _line("limits", _limits(found.budget, found.plan.schedule.config))
+            lines += _line("limits", _limits(found.budget, found.training.limits(found.budget)))
         if found.memory is not None:
             lines += ["memory       per process; = sizes of tensors, ~ estimates"]
             lines += _memory(found.memory, found.plan.schedule, found.capacity)
@@ -132,13 +132,12 @@ def _time(found: Findings) -> str:
     return f"{text}; forwards and backwards alone, without sampling, communication and the optimizer"
 
 
-def _limits(budget: Budget, config: PlannerConfig) -> str:
-    limits = [f"{config.max_tokens_per_microbatch:,} rows a microbatch"]
-    limits += [] if config.max_graph_tokens is None else [f"graphs of {config.max_graph_tokens:,} rows"]
-    limits += (
-        [] if config.max_handoff_bytes is None else [f"{config.max_handoff_bytes / 1e9:,.2f} GB of handed states"]
-    )
-    return f"auto: {', '.join(limits)} ({budget.reason})"
+def _limits(budget: Budget, limits: dict[str, Any]) -> str:
+    said = [f"{limits['max_tokens_per_microbatch']:,} rows a microbatch"]
+    graph, handed = limits["max_graph_tokens"], limits["max_handoff_bytes"]
+    said += [] if graph is None else [f"graphs of {graph:,} rows"]
+    said += [] if handed is None else [f"{handed / 1e9:,.2f} GB of handed states"]
+    return f"auto: {', '.join(said)} ({budget.reason})"
 
 
 def _memory(memory: Memory, schedule: Schedule, capacity: float | None) -> list[str]:
