@@ -217,10 +217,7 @@ class WindowRun:
             (backward or self.ranks.backward)(inner_product(answered, coefficients))
 
     def _around(self, position: int) -> AbstractContextManager[object]:
-        kind, index = self._ops[position]
-        if kind != "F":
-            return nullcontext()
-        return self.ranks.around_forward(self.model, syncs=self._ops[position + 1 :] == [("B", index)])
+        return self.ranks.around_forward(self.model) if self._ops[position][0] == "F" else nullcontext()
 
     def _forward(self, position: int, names: tuple[str, ...], labels: LabelTable, rows: RowTable) -> Answered:
         kind, index = self._ops[position]

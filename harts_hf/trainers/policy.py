@@ -13,6 +13,7 @@ from harts_hf.runtime import TreeUpdate, UpdateReport
 from harts_hf.runtime.job import Leaves
 from harts_hf.runtime.update import Find
 from harts_hf.trainers.expert_load import ExpertLoad
+from harts_hf.trainers.fitting import FittingUpdate, TreeBudgets
 from harts_hf.trainers.micro_steps import SliceLeaves, TRLSlice, active_adapters, on_cpu
 from harts_hf.trainers.planning import planner_of, run_options_of
 from harts_hf.trainers.ranks import AccelerateRanks
@@ -34,7 +35,8 @@ class TreePolicy:
         trainer: a TRL trainer whose model is patched.
 
     Attributes:
-        planner: plans windows by the trainer's settings.
+        planner: plans windows by the trainer's settings, within the default limits where those are "auto".
+        budgets: the limits that hold.
         router_loss: the auxiliary loss of a mixture of experts.
         expert_load: how much its experts have to do.
         options: how forwards run.
@@ -49,6 +51,7 @@ class TreePolicy:
             trainer.accelerator,
             sharded_by_transformers=getattr(trainer, "is_distributed_loading_by_transformers", False),
         )
+        self.budgets = TreeBudgets(trainer, self.ranks)
         self.router_loss = RouterLoss(trainer, self.ranks)
         self.expert_load = ExpertLoad(trainer.model)
         self.options = run_options_of(trainer)
@@ -233,10 +236,12 @@ class TreePolicy:
 
     def _update(self, model: nn.Module, device: Any) -> TreeUpdate:
         is_policy = self._unwrapped(model) is self._unwrapped(self.trainer.model)
-        return TreeUpdate(
+        return FittingUpdate(
             model,
-            self.planner,
+            self.budgets.applied(self.planner),
             self.options,
+            budgets=self.budgets,
+            trainer=self.trainer,
             ranks=self.ranks,
             device=device,
             placement=self.trainer.args.tree_placement,

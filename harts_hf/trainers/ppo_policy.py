@@ -138,7 +138,7 @@ class TreeActorCritic(TreePolicy):
     def _value_update(self, device: Any) -> TreeUpdate:
         assert self.value_model is not None
         update = self._update(self.value_model, device)
-        update.planner = self._value_planner
+        update.planner = self.budgets.applied(self._value_planner)
         return update
 
     def _loss_on(self, one: TRLSlice, leaves: Leaves) -> torch.Tensor:
