@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from harts_hf.batch import LabelTable, RowTable, TreeBatch
-from harts_hf.modeling import ENTROPY, HEAD_VALUES, LOG_PROB, Routes, TreeAnswer, TreePass, Wanted
+from harts_hf.modeling import ENTROPY, HEAD_VALUES, LOG_PROB, TreeAnswer, TreePass, Wanted
 from harts_hf.modeling.handoff import Handoff
 from harts_hf.planner.execution import DUMMY
 from harts_hf.runtime.guard import ModelGuard
 from harts_hf.runtime.lives import count_readers, handoff_lives
 from harts_hf.runtime.ops import Mode, ops_of
 from harts_hf.runtime.ranks import Ranks
+from harts_hf.runtime.replay import Replay
+from harts_hf.runtime.routes import TreeRoutes
 from harts_hf.runtime.slices import SliceTable
 from harts_hf.runtime.values import TreeValues, asked
 from harts_hf.runtime.window import TreeWindow
@@ -38,7 +40,7 @@ class RunOptions:
         expand_latents: whether an MLA hands over expanded keys and values instead of latents.
         deterministic: whether attention on a GPU has to be bitwise reproducible (a slower backend).
         fused_modules: whether norms, gates and experts on a GPU run as single operations.
-        replay_routing: whether each microbatch's later forwards take the experts that its first one chose.
+        replay_routing: whether each microbatch's later forwards take the experts that its first one took.
     """
 
     temperature: float = 1.0
@@ -72,8 +74,12 @@ class WindowRun:
         options: how forwards run.
         ranks: the processes; a collective is run at once if there are several that plan their own.
         slices: which slices the window's trajectories belong to, for sums by slice; they are one slice if None.
+        routes: experts that are known before; each microbatch's first forward takes them.
         mode: "train" for :meth:`score` and :meth:`backward`; "score" for :meth:`score` alone; "unscored" for
             :meth:`backward_unscored` alone.
+
+    Attributes:
+        replay: what routers took.
 
     Of a plan for several ranks, values are those of the rows that this rank owns, 0 elsewhere, and sums theirs alone:
     whoever runs it adds them up. Coefficients are those of all ranks' losses.
@@ -90,6 +96,7 @@ class WindowRun:
         *,
         ranks: Ranks | None = None,
         slices: SliceTable | None = None,
+        routes: TreeRoutes | None = None,
         mode: Mode = "train",
     ) -> None:
         self.model, self.window, self._slices = model, window, slices
@@ -101,8 +108,7 @@ class WindowRun:
         self._ops, self._num_scoring = ops_of(window, mode, self.ranks)
         self._lives = handoff_lives(self._ops, window.batches)
         self._answers: dict[int, list[_Answered]] = {}  # of dummies, several at a time
-        self._routes: dict[int, dict[int, torch.Tensor]] = {}  # by microbatch and router, of its first forward
-        self._flips: list[tuple[torch.Tensor, int]] = []
+        self.replay = Replay(window, keeps=self.options.replay_routing, known=routes)
         self._slice_counts: dict[int, torch.Tensor] = {}
         self._scores: TreeValues | None = None
         self._mode = mode
@@ -140,12 +146,6 @@ class WindowRun:
     def recompute_difference(self) -> float:
         """The largest difference of a log-prob computed again from its score, so far."""
         return max((float(found) for found in self._differences), default=0.0)
-
-    @property
-    def routing_flips(self) -> tuple[int, int]:
-        """Of the experts that were taken from first forwards, how many the router would not have chosen; and of how
-        many (choices of owned rows, over all layers)."""
-        return sum(int(found) for found, _ in self._flips), sum(number for _, number in self._flips)
 
     @property
     def scores(self) -> TreeValues:
@@ -260,7 +260,7 @@ class WindowRun:
             deterministic=options.deterministic,
             fused_modules=options.fused_modules,
             slice_counts=self._counts_by_slice(index),
-            routes=Routes(self._routes.get(index)),
+            routes=self.replay.before(index, batch),
         )
         self.handoff.keeping = self._lives.keeps[position]
         # Triton launches on the current GPU, wherever its arguments are (autograd sets it for backwards itself).
@@ -271,8 +271,7 @@ class WindowRun:
                 answer: TreeAnswer = model(harts=tree_pass)
         finally:
             self.handoff.keeping = False
-        if options.replay_routing and index != DUMMY:
-            self._note_routes(index, batch, tree_pass.routes)
+        self.replay.after(index, batch, tree_pass.routes)
         self._drop(position)
         return _Answered(answer=answer, wanted=wanted)
 
@@ -296,16 +295,6 @@ class WindowRun:
 
     def _batch(self, index: int) -> TreeBatch:
         return self.window.dummy if index == DUMMY else self.window.batches[index]
-
-    def _note_routes(self, index: int, batch: TreeBatch, routes: Routes) -> None:
-        if index not in self._routes:
-            self._routes[index] = {number: chosen.short() for number, chosen in routes.chosen.items()}
-            return
-        owned = batch.owned.rows
-        for number, replayed in self._routes[index].items():
-            own, kept = routes.chosen[number][owned], replayed[owned].long()
-            found = (own[:, :, None] == kept[:, None, :]).any(dim=-1)
-            self._flips.append(((~found).sum(), found.numel()))
 
     def _counts_by_slice(self, index: int) -> torch.Tensor | None:
         if self._slices is None:

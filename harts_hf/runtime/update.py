@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -18,13 +18,17 @@ from harts_hf.runtime.ops import Mode
 from harts_hf.runtime.placing import PLACEMENTS, Placement, PlacementChoice, place
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.ranks import Ranks
+from harts_hf.runtime.replay import RoutingCounts
+from harts_hf.runtime.routes import TokenRoutes, TreeRoutes, marked, merge_marked, merge_routes
 from harts_hf.runtime.run import RunOptions, WindowRun
 from harts_hf.runtime.slices import SliceTable
 from harts_hf.runtime.values import TreeValues
 from harts_hf.runtime.window import TreeWindow
-from harts_hf.tree import IntArray
+from harts_hf.tree import IntArray, RolloutTree
 
 Slice = TypeVar("Slice")
+# Of a slice's rows, experts known before by trajectory, in the order of their trajectories.
+RoutesOf = Callable[[Any], Sequence[TokenRoutes | None] | None]
 # Whether a loss's derivatives can be known before what they are taken by is: see TreeUpdate.run.
 Unscored = Literal["always", "never", "probe"]
 
@@ -63,8 +67,7 @@ class UpdateReport:
             which ranks exchanged numbers and waited for one another outside forwards and backwards.
         exchanged_bytes: what this rank got from the others: token ids, values, coefficients.
         sums: over the trajectories of all ranks, of the names that were observed.
-        routing_flips: of the choices of experts that were replayed here, how many a router would have made otherwise,
-            and of how many.
+        routing: what came of choices of experts that were replayed here.
     """
 
     loss: torch.Tensor
@@ -77,7 +80,7 @@ class UpdateReport:
     seconds: dict[str, float] = field(default_factory=dict)
     exchanged_bytes: int = 0
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    routing_flips: tuple[int, int] = (0, 0)
+    routing: RoutingCounts = field(default_factory=RoutingCounts)
 
 
 class TreeUpdate:
@@ -92,9 +95,13 @@ class TreeUpdate:
         placement: on several processes, whether the trajectories of all of them make one forest that they share
             ("global"), each computes its own ("local"), or what the cost model estimates to be faster ("auto").
         observed: names of sums that no loss reads and reports have; they never take a scoring pass.
+        routes_of: of rows, the experts that are known before for each of their trajectories, which forwards then take;
+            None for rows of which none are known. Every process has it or none has.
+        splits_on_routes: whether tokens whose routes differ between trajectories are computed apart.
+        on_scored: given the rows of :meth:`score` and the experts that its forwards took, by trajectory.
 
     Raises:
-        ValueError: another placement, or a planner for several ranks.
+        ValueError: another placement, a planner for several ranks, or ``splits_on_routes`` without ``routes_of``.
     """
 
     def __init__(
@@ -107,7 +114,12 @@ class TreeUpdate:
         device: torch.device | str | None = None,
         placement: PlacementChoice = "auto",
         observed: tuple[str, ...] = (),
+        routes_of: RoutesOf | None = None,
+        splits_on_routes: bool = False,
+        on_scored: Callable[[Any, list[TokenRoutes]], None] | None = None,
     ) -> None:
+        if splits_on_routes and routes_of is None:
+            raise ValueError("expected routes_of with splits_on_routes=True, got None: no routes are known")
         if placement not in PLACEMENTS:
             raise ValueError(f"expected placement to be one of {', '.join(PLACEMENTS)}, got {placement!r}")
         if planner.config.world_size != 1:
@@ -117,6 +129,7 @@ class TreeUpdate:
             )
         self.placement: PlacementChoice = placement
         self.observed = observed
+        self._routes_of, self._splits_on_routes, self._on_scored = routes_of, splits_on_routes, on_scored
         self.model, self.planner, self.options = model, planner, options or RunOptions()
         self.ranks = ranks or Ranks()
         self.device = next(model.parameters()).device if device is None else device
@@ -128,10 +141,18 @@ class TreeUpdate:
         """
         with self.ranks.together():
             trajectories = rows.trajectories()
-            window = self.planner(trajectories or [rows.stand_in()])
-            index = rows.index([window.tree.path(number) for number in range(len(trajectories))])
+            known = self._known([rows], [len(trajectories)])
+            window = self.planner(self._merge(self._marked(trajectories, known) or [rows.stand_in()]))
+            paths = [window.tree.path(number) for number in range(len(trajectories))]
+            index = rows.index(paths)
+            routes = None if known is None else merge_routes(window.tree.num_tokens, paths, known, Ranks())
+        run = self._run(window.to(self.device), "score", routes=routes)
         with self._together_if_alone():
-            scores = self._run(window.to(self.device), "score").score(names)
+            scores = run.score(names)
+        if self._on_scored is not None:
+            taken = run.replay.taken()
+            assert taken is not None
+            self._on_scored(rows, [TokenRoutes(((taken, torch.from_numpy(path)),)) for path in paths])
         return {name: spread(value, index[name]) for name, value in scores.rows.items()} | scores.sums
 
     def run(
@@ -187,29 +208,35 @@ class TreeUpdate:
         with ranks.together():
             rows = [rows_of(one) for one in slices]
             trajectories = [_checked(one.trajectories()) for one in rows]
+            known = self._known(rows, list(map(len, trajectories)))
+            own = self._marked([tokens for part in trajectories for tokens in part], known)
         needed_by = self._agreed_reason(
             (reason or "loss") if unscored == "never" else "", len(slices), (*names, *observed)
         )
         placed = place(
             self.planner,
-            [tokens for part in trajectories for tokens in part],
+            own,
             rows[0].stand_in,
             ranks,
             choice=self.placement,
             can_skip_scoring=needed_by is None,
             names=(*names, *observed),
+            merge=self._merge,
         )
         window = placed.window.to(self.device)
         seconds = {"planning": time.perf_counter() - started}
         with ranks.together():
-            paths = iter([window.tree.path(placed.first + number) for number in range(sum(map(len, trajectories)))])
-            indices = [one.index([next(paths) for _ in part]) for one, part in zip(rows, trajectories, strict=True)]
+            paths = [window.tree.path(placed.first + number) for number in range(len(own))]
+            left = iter(paths)
+            indices = [one.index([next(left) for _ in part]) for one, part in zip(rows, trajectories, strict=True)]
             missing = [name for name in names if name not in indices[0]]
             if missing and unscored != "never":
                 raise ValueError(
                     f"expected names that the slices' index has with unscored={unscored!r}, got {', '.join(missing)} "
                     f"besides {', '.join(indices[0])} (sums are known after scoring only)"
                 )
+        shared = ranks if placed.placement == "global" else Ranks()
+        routes = None if known is None else merge_routes(window.tree.num_tokens, paths, known, shared)
         table = None
         if missing or observed:
             sizes = [len(part) for part in trajectories]
@@ -224,10 +251,10 @@ class TreeUpdate:
             observed=observed,
             window=window,
             table=table,
+            routes=routes,
             like=self._like(),
             loss_device=self.device if loss_device is None else loss_device,
         )
-        shared = ranks if placed.placement == "global" else Ranks()
         coefficients = None
         if needed_by is None and window.schedule.execution == "nested" and self._is_cut(window):
             coefficients = self._known_coefficients(job, shared, probing, compare=unscored == "probe")
@@ -249,7 +276,8 @@ class TreeUpdate:
             seconds=seconds,
             exchanged_bytes=ranks.exchanged_bytes - bytes_before,
             sums={name: scores.sums[name] for name in observed},
-            routing_flips=run.routing_flips,
+            # Of a shared forest every rank knows all routes.
+            routing=run.replay.counts if shared.index == 0 else run.replay.counts.of_forwards(),
         )
 
     def _agreed_reason(self, own: str, num_slices: int, names: tuple[str, ...]) -> str | None:
@@ -260,7 +288,7 @@ class TreeUpdate:
         """
         if self.ranks.count == 1:
             return own or None
-        settings = hash_of(self.planner, names)
+        settings = hash_of(self.planner, names, self._splits_on_routes)
         found = self.ranks.gather(int(bool(own)), num_slices, PLACEMENTS.index(self.placement), settings)
         if len({numbers[1:3] for numbers in found}) > 1:
             listed = ", ".join(f"{number} and {PLACEMENTS[choice]}" for _, number, choice, _ in found)
@@ -297,8 +325,36 @@ class TreeUpdate:
         dtype = next(self.model.parameters()).dtype
         return torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=self.device)
 
-    def _run(self, window: TreeWindow, mode: Mode, slices: SliceTable | None = None) -> WindowRun:
-        return WindowRun(self.model, window, self.options, ranks=self.ranks, slices=slices, mode=mode)
+    def _run(
+        self,
+        window: TreeWindow,
+        mode: Mode,
+        *,
+        slices: SliceTable | None = None,
+        routes: TreeRoutes | None = None,
+    ) -> WindowRun:
+        return WindowRun(self.model, window, self.options, ranks=self.ranks, slices=slices, routes=routes, mode=mode)
+
+    def _known(self, rows: Sequence[SliceRows], counts: Sequence[int]) -> list[TokenRoutes | None] | None:
+        """Routes of all trajectories of some rows; None where the update knows none of any."""
+        if self._routes_of is None:
+            return None
+        found: list[TokenRoutes | None] = []
+        for one, count in zip(rows, counts, strict=True):
+            known = self._routes_of(one)
+            if known is not None and len(known) != count:
+                raise ValueError(f"expected routes of {count} trajectories, got {len(known)}")
+            found += [None] * count if known is None else known
+        return found
+
+    def _marked(self, trajectories: list[IntArray], known: Sequence[TokenRoutes | None] | None) -> list[IntArray]:
+        if known is None or not self._splits_on_routes:
+            return trajectories
+        return [marked(tokens, routes) for tokens, routes in zip(trajectories, known, strict=True)]
+
+    @property
+    def _merge(self) -> Callable[[Sequence[IntArray]], RolloutTree]:
+        return merge_marked if self._splits_on_routes else RolloutTree.from_trajectories
 
     def _add_up(self, values: TreeValues, shared: Ranks) -> TreeValues:
         """Values per row over the ranks that share the window; sums over all ranks, whoever computed them."""
@@ -309,7 +365,7 @@ class TreeUpdate:
         self, job: Job, shared: Ranks, seconds: dict[str, float]
     ) -> tuple[torch.Tensor, TreeValues, WindowRun]:
         started = time.perf_counter()
-        run = self._run(job.window, "train", job.table)
+        run = self._run(job.window, "train", slices=job.table, routes=job.routes)
         with self._together_if_alone():
             scores = run.score((*job.names, *job.observed))
         scores = self._add_up(scores, shared)
@@ -327,7 +383,7 @@ class TreeUpdate:
     ) -> tuple[torch.Tensor, TreeValues, WindowRun]:
         """The schedule with coefficients that are known before, then the loss on the true values."""
         started = time.perf_counter()
-        run = self._run(job.window, "unscored", job.table)
+        run = self._run(job.window, "unscored", slices=job.table, routes=job.routes)
         wanted = any_of_ranks(job.wanted(), shared)
         scores = self._add_up(run.backward_unscored(coefficients, wanted, sums=job.observed), shared)
         seconds |= {"scoring": 0.0}

@@ -24,6 +24,7 @@ from harts_hf.runtime.update import Leaves, TreeUpdate, UpdateReport
 from harts_hf.trainers.expert_load import ExpertLoad
 from harts_hf.trainers.ranks import AccelerateRanks
 from harts_hf.trainers.router_loss import RouterLoss
+from harts_hf.trainers.routing_replay import RoutingReplay
 from harts_hf.trainers.rows import PaddedRows, token_ids
 from harts_hf.trainers.settings import Settings, SettingsOfSlices, read_settings
 from harts_hf.trainers.skipping import has_custom_loss, reason_to_score
@@ -93,6 +94,7 @@ class TreePolicy:
         planner: plans windows by the trainer's settings.
         router_loss: the auxiliary loss of a mixture of experts.
         expert_load: how much its experts have to do.
+        routing: the routes that its steps replay.
         options: how forwards run.
         slices: of the optimizer step so far.
         totals: during a step with episodes, what its slices hold together; else None.
@@ -107,6 +109,7 @@ class TreePolicy:
         )
         self.router_loss = RouterLoss(trainer, self.ranks)
         self.expert_load = ExpertLoad(trainer.model)
+        self.routing = RoutingReplay(trainer, active_adapters)
         args = trainer.args
         self.options = RunOptions(
             temperature=trainer.temperature,  # TRL's own head keeps what it is at the start, too
@@ -116,7 +119,7 @@ class TreePolicy:
             expand_latents=args.tree_handoff_latents == "expanded",
             deterministic=args.tree_deterministic,
             fused_modules=args.tree_fused_modules == "auto",
-            replay_routing=args.tree_replay_routing,
+            replay_routing=args.tree_replay_routing != "off",
         )
         self.slices: list[TRLSlice] = []
         self.totals: StepTotals | None = None
@@ -176,9 +179,18 @@ class TreePolicy:
             )
         if not is_patched(asked):
             raise ValueError("expected a model that runs on trees, got an unpatched one: call harts_hf.patch on it")
-        rows = PaddedRows.from_tensors(input_ids, attention_mask, num_scored, keeps_all=aux_loss)
+        is_policy = asked is policy
+        rows = PaddedRows.from_tensors(
+            input_ids,
+            attention_mask,
+            num_scored,
+            keeps_all=aux_loss,
+            routes=self.routing.given_to(len(input_ids), is_policy=is_policy),
+        )
         names = (*(LABEL_VALUES if entropy else (LOG_PROB,)), *(self.router_loss.names if aux_loss else ()))
-        values = self._update(model, input_ids.device).score(rows, names)
+        keeps = self.routing.keeps_scored(is_policy=is_policy)
+        kept = (lambda rows, routes: self.routing.keep_scored(input_ids, rows, routes)) if keeps else None
+        values = self._update(model, input_ids.device, on_scored=kept).score(rows, names)
         found = self.router_loss.of_batch(values) if aux_loss else None
         return values[LOG_PROB], values[ENTROPY].float() if entropy else None, found
 
@@ -265,7 +277,7 @@ class TreePolicy:
         known = self._inner.get(id(model))
         return self.trainer.accelerator.unwrap_model(model) if known is None else known
 
-    def _update(self, model: nn.Module, device: Any) -> TreeUpdate:
+    def _update(self, model: nn.Module, device: Any, *, on_scored: Any = None) -> TreeUpdate:
         is_policy = self._unwrapped(model) is self._unwrapped(self.trainer.model)
         return TreeUpdate(
             model,
@@ -275,6 +287,9 @@ class TreePolicy:
             device=device,
             placement=self.trainer.args.tree_placement,
             observed=self.expert_load.observed if is_policy else (),
+            routes_of=_routes_of if is_policy and self.routing.mode != "off" else None,
+            splits_on_routes=is_policy and self.trainer.args.tree_split_on_routes,
+            on_scored=on_scored,
         )
 
     def _loss_device(self, slices: list[TRLSlice]) -> str | None:
@@ -319,6 +334,10 @@ class TreePolicy:
         finally:
             metrics.clear()
             metrics.update(kept)
+
+
+def _routes_of(rows: Any) -> Any:
+    return getattr(rows, "routes", None)
 
 
 def on_cpu(slices: list[TRLSlice]) -> list[dict[str, Any]]:

@@ -9,7 +9,11 @@ import torch
 from numpy.typing import NDArray
 
 from harts_hf.modeling import LABEL_VALUES
+from harts_hf.runtime.routes import TokenRoutes
 from harts_hf.tree import IntArray
+
+# Entry of a batch: for each row its routes as lists of tensors (TokenRoutes.plain), or None.
+ROUTES = "routes"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -24,16 +28,24 @@ class PaddedRows:
         attention_mask: ``[B, P + C]``, 1 on real tokens; 0 on all completion columns of a row that is left out.
         num_scored: C.
         keeps_all: whether rows without a token to score take part.
+        routes_of_rows: ``[B]`` experts of each row's first tokens that are known before; None for none.
     """
 
     input_ids: NDArray[np.int64]
     attention_mask: NDArray[np.int64]
     num_scored: int
     keeps_all: bool = False
+    routes_of_rows: Sequence[TokenRoutes | None] | None = None
 
     @classmethod
     def from_tensors(
-        cls, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_scored: int, *, keeps_all: bool = False
+        cls,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        num_scored: int,
+        *,
+        keeps_all: bool = False,
+        routes: Sequence[TokenRoutes | None] | None = None,
     ) -> "PaddedRows":
         """From TRL's tensors, on any device.
 
@@ -45,6 +57,7 @@ class PaddedRows:
             attention_mask=attention_mask.cpu().numpy(),
             num_scored=num_scored,
             keeps_all=keeps_all,
+            routes_of_rows=routes,
         )
         empty = np.flatnonzero(rows.is_scored & ~rows.attention_mask[:, :-num_scored].any(axis=1))
         if empty.size:
@@ -55,7 +68,11 @@ class PaddedRows:
     def from_batch(cls, batch: dict[str, Any], *, keeps_all: bool = False) -> "PaddedRows":
         """From a batch of TRL's; errors as in :meth:`from_tensors`."""
         masks = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        return cls.from_tensors(token_ids(batch), masks, batch["completion_ids"].shape[1], keeps_all=keeps_all)
+        given = batch.get(ROUTES)
+        routes = None if given is None else [one and TokenRoutes.from_plain(one) for one in given]
+        return cls.from_tensors(
+            token_ids(batch), masks, batch["completion_ids"].shape[1], keeps_all=keeps_all, routes=routes
+        )
 
     @property
     def is_scored(self) -> Any:
@@ -68,7 +85,12 @@ class PaddedRows:
 
     def trajectories(self) -> list[IntArray]:
         """The real tokens of every row that takes part."""
-        return [self.tokens(row) for row in self._rows()]
+        return [self.tokens(row) for row in self.taking_part()]
+
+    @property
+    def routes(self) -> list[TokenRoutes | None] | None:
+        """Of each of :meth:`trajectories`; None where none are known."""
+        return None if self.routes_of_rows is None else [self.routes_of_rows[row] for row in self.taking_part()]
 
     def stand_in(self) -> IntArray:
         """The first row's real tokens."""
@@ -77,12 +99,13 @@ class PaddedRows:
     def index(self, paths: Sequence[IntArray]) -> dict[str, NDArray[np.int64]]:
         """``[B, C]``, for log-probs and entropies alike, the tree row whose token a column holds; -1 for none."""
         index = np.full((len(self.input_ids), self.num_scored), -1, np.int64)
-        for row, path in zip(self._rows(), paths, strict=True):
+        for row, path in zip(self.taking_part(), paths, strict=True):
             in_completion = self.attention_mask[row, -self.num_scored :] != 0
             index[row, in_completion] = path[len(path) - int(in_completion.sum()) :]
         return dict.fromkeys(LABEL_VALUES, index)
 
-    def _rows(self) -> list[int]:
+    def taking_part(self) -> list[int]:
+        """Rows of :meth:`trajectories`, ascending."""
         takes_part = self.attention_mask.any(axis=1) if self.keeps_all else self.is_scored
         return np.flatnonzero(takes_part).tolist()
 
