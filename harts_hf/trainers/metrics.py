@@ -4,16 +4,16 @@ from harts_hf.planner import Schedule
 from harts_hf.planner.spans import span_size, union
 from harts_hf.runtime.update import UpdateReport
 from harts_hf.trainers.ranks import AccelerateRanks
-from harts_hf.trainers.routing_replay import routing_counts, routing_metrics
+from harts_hf.trainers.routing_replay import RoutingReplay, routing_metrics
 
 
-def tree_metrics(report: UpdateReport, ranks: AccelerateRanks, *, engine_routes: bool = False) -> dict[str, float]:
+def tree_metrics(report: UpdateReport, ranks: AccelerateRanks, replay: RoutingReplay) -> dict[str, float]:
     """What an update did, the same on every rank; a collective where there are several.
 
     Args:
         report: of the update.
         ranks: of the training.
-        engine_routes: whether routes that were known before the step are the engine's.
+        replay: of routes.
 
     Where routes are replayed, there are those of :func:`harts_hf.trainers.routing_replay.routing_metrics`. Counts are
     of all ranks together; seconds, differences and yes-or-no metrics are the largest of any rank. With several ranks
@@ -36,7 +36,7 @@ def tree_metrics(report: UpdateReport, ranks: AccelerateRanks, *, engine_routes:
         "oversized_microbatches": len(schedule.oversized),
         "linear_calls": schedule.linear_calls,
     }
-    routing = routing_counts(report.routing)
+    routing = replay.counts(report.routing)
     largest: dict[str, float] = {
         "logp_recompute_maxdiff": report.recompute_difference,
         "limits_raised": report.limits_raised,
@@ -54,7 +54,7 @@ def tree_metrics(report: UpdateReport, ranks: AccelerateRanks, *, engine_routes:
         counts = {**counts, "repeated_tokens": repeated_tokens(schedule)} if is_global else summed
     # What was reached, not what the tokens would allow: a feature that does nothing has to show.
     found = {"sharing_ratio": counts["expanded_tokens"] / counts["backward_tokens"], **counts, **largest}
-    found |= routing_metrics(routing, is_of_engine=engine_routes)
+    found |= routing_metrics(routing, is_of_engine=replay.mode == "engine")
     if report.scoring_needed_by is not None:
         found[f"scoring_needed_by/{report.scoring_needed_by}"] = 1.0
     return {name: float(value) for name, value in found.items()}

@@ -10,14 +10,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling.patching import causal_lm_of
+from harts_hf.runtime import Ranks
 from harts_hf.runtime.replay import RoutingCounts
-from harts_hf.runtime.routes import TokenRoutes
+from harts_hf.runtime.routes import TokenRoutes, merge_routes
 from harts_hf.trainers.routed_experts import RouterShape, read_routed_experts
 from harts_hf.trainers.rows import ROUTES, PaddedRows, token_ids
+from harts_hf.tree import IntArray, RolloutTree
 
 REPLAYS = ("off", "scoring", "engine")
 
@@ -38,6 +41,7 @@ class RoutingReplay:
         self.mode: str = trainer.args.tree_replay_routing
         self.shape = RouterShape.of(causal_lm_of(trainer.model))
         self._generation: _Generation | None = None
+        self._num_differing = 0  # tokens, since the last step
         if self.mode != "off":
             self._check()
 
@@ -78,8 +82,30 @@ class RoutingReplay:
                 "expected 'routed_experts' from the rollout function with tree_replay_routing='engine', got none"
             )
         assert self.shape is not None
-        lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        self._generation.given = read_routed_experts(routed_experts, lengths, self.shape)
+        rows = [np.asarray([*prompt, *completion]) for prompt, completion in zip(prompts, completions, strict=True)]
+        found = read_routed_experts(routed_experts, list(map(len, rows)), self.shape)
+        self._generation.given = found if self._trainer.args.tree_split_on_routes else self._agreed(rows, found)
+
+    def _agreed(self, rows: Sequence[IntArray], routes: Sequence[TokenRoutes | None]) -> list[TokenRoutes | None]:
+        """The same experts for tokens that rows share, those of the first row that knows.
+
+        Decided once, for all trees that are made of the rows: the pass of old log-probs and steps have others of them,
+        in another order.
+        """
+        tree = RolloutTree.from_trajectories(rows)
+        paths = [tree.path(row) for row in range(len(rows))]
+        merged = merge_routes(tree.num_tokens, paths, routes, Ranks())
+        if merged is None:
+            return list(routes)
+        self._num_differing += int(merged.differs.sum())
+        return [TokenRoutes(((merged.experts, torch.from_numpy(path)),)) for path in paths]
+
+    def counts(self, of_step: RoutingCounts) -> dict[str, float]:
+        """Of a step, as numbers that are summed over ranks; tokens that came with other experts are counted once."""
+        differing, self._num_differing = self._num_differing, 0
+        return {name: float(value) for name, value in vars(of_step).items()} | {
+            "differing": float(of_step.differing + differing)
+        }
 
     def given_to(self, count: int, *, is_policy: bool) -> list[TokenRoutes | None] | None:
         """Routes of the rows of a running generation, for a pass of ``count`` rows; None for other passes."""
@@ -145,16 +171,11 @@ class TreeRoutingReplay:
         return output if routes is None else {**output, ROUTES: routes}
 
 
-def routing_counts(counts: RoutingCounts) -> dict[str, float]:
-    """As numbers that are summed over ranks."""
-    return {name: float(value) for name, value in vars(counts).items()}
-
-
 def routing_metrics(summed: dict[str, float], *, is_of_engine: bool) -> dict[str, float]:
     """Metrics of replay; see docs/moe.md.
 
     Args:
-        summed: :func:`routing_counts` over all ranks.
+        summed: :meth:`RoutingReplay.counts` over all ranks.
         is_of_engine: whether routes that were known before are the engine's, or an earlier pass's.
     """
     flipped, replayed = summed["flipped"], summed["replayed"]
