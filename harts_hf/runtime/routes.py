@@ -5,7 +5,7 @@ Tokens that several trajectories share have one row, which takes what the first 
 something else, the row counts as one whose routes differ.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,6 +152,47 @@ def merge_marked(trajectories: Sequence[IntArray]) -> RolloutTree:
     """The tree in which tokens of :func:`marked` trajectories share a row only if their routes are the same."""
     tree = RolloutTree.from_trajectories(trajectories)
     return tree.with_token_ids(tree.token_ids & ((1 << _HASH_BITS) - 1))
+
+
+class KnownRoutes:
+    """The routes that an update knows of its rows before it runs.
+
+    Args:
+        of: of the rows of a slice, the experts that are known for each of their trajectories; None for rows of which
+            none are known.
+        splits: whether tokens whose routes differ between trajectories are computed apart.
+    """
+
+    def __init__(self, of: Callable[[Any], Sequence[TokenRoutes | None] | None], *, splits: bool = False) -> None:
+        self._of, self.splits = of, splits
+
+    def of_trajectories(self, rows: Sequence[Any], counts: Sequence[int]) -> list[TokenRoutes | None]:
+        """Those of all trajectories of some rows, in order.
+
+        Args:
+            rows: of slices.
+            counts: trajectories of each.
+
+        Raises:
+            ValueError: routes of another number of trajectories.
+        """
+        found: list[TokenRoutes | None] = []
+        for one, count in zip(rows, counts, strict=True):
+            known = self._of(one)
+            if known is not None and len(known) != count:
+                raise ValueError(f"expected routes of {count} trajectories, got {len(known)}")
+            found += [None] * count if known is None else known
+        return found
+
+    def marked(self, trajectories: list[IntArray], routes: Sequence[TokenRoutes | None]) -> list[IntArray]:
+        """What :meth:`merge` takes."""
+        if not self.splits:
+            return trajectories
+        return [marked(tokens, found) for tokens, found in zip(trajectories, routes, strict=True)]
+
+    def merge(self, trajectories: Sequence[IntArray]) -> RolloutTree:
+        """The tree of marked trajectories."""
+        return merge_marked(trajectories) if self.splits else RolloutTree.from_trajectories(trajectories)
 
 
 class _Merged:

@@ -16,8 +16,8 @@ import torch
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.runtime import Ranks
-from harts_hf.runtime.replay import RoutingCounts
-from harts_hf.runtime.routes import TokenRoutes, merge_routes
+from harts_hf.runtime.replayed import RoutingCounts
+from harts_hf.runtime.routes import KnownRoutes, TokenRoutes, merge_routes
 from harts_hf.trainers.routed_experts import RouterShape, read_routed_experts
 from harts_hf.trainers.rows import ROUTES, PaddedRows, token_ids
 from harts_hf.tree import IntArray, RolloutTree
@@ -42,6 +42,7 @@ class RoutingReplay:
         self.shape = RouterShape.of(causal_lm_of(trainer.model))
         self._generation: _Generation | None = None
         self._num_differing = 0  # tokens, since the last step
+        self._splits: bool = trainer.args.tree_split_on_routes
         if self.mode != "off":
             self._check()
 
@@ -59,6 +60,13 @@ class RoutingReplay:
                 f"expected a rollout_func that returns 'routed_experts' with {wanted} (TreeRolloutCollector, "
                 "AgentRolloutCollector, or one of your own; TRL's own generation returns none), got none"
             )
+
+    @property
+    def known(self) -> KnownRoutes | None:
+        """How a step's update finds the routes of its rows; None where it replays none."""
+        if self.mode == "off":
+            return None
+        return KnownRoutes(lambda rows: getattr(rows, "routes", None), splits=self._splits)
 
     @contextmanager
     def generating(self) -> Iterator["_Generation"]:
@@ -84,7 +92,7 @@ class RoutingReplay:
         assert self.shape is not None
         rows = [np.asarray([*prompt, *completion]) for prompt, completion in zip(prompts, completions, strict=True)]
         found = read_routed_experts(routed_experts, list(map(len, rows)), self.shape)
-        self._generation.given = found if self._trainer.args.tree_split_on_routes else self._agreed(rows, found)
+        self._generation.given = found if self._splits else self._agreed(rows, found)
 
     def _agreed(self, rows: Sequence[IntArray], routes: Sequence[TokenRoutes | None]) -> list[TokenRoutes | None]:
         """The same experts for tokens that rows share, those of the first row that knows.

@@ -19,8 +19,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_lo
 from harts_hf import PlannerConfig, patch, unpatch
 from harts_hf.modeling import EXPERT_LOAD, ROUTER_CHOICES, ROUTER_PROBABILITIES, find_routers, load_balancing_loss
 from harts_hf.runtime import TreeUpdate, TreeValues, TreeWindow, WindowPlanner, WindowRun, window_values
+from harts_hf.runtime.options import RunOptions
 from harts_hf.runtime.ranks import Ranks
-from harts_hf.runtime.run import RunOptions
 from harts_hf.runtime.slices import SliceTable
 
 COEFFICIENTS = (0.7, -1.3, 0.4, 1.1, -0.2, 0.9)
@@ -231,7 +231,7 @@ def test_flips(checkpointing):
     assert_gradients_close(found["replayed"][0], found["still"][0], GRADIENT_TOLERANCE)
     with pytest.raises(AssertionError):
         assert_gradients_close(found["flipped"][0], found["still"][0], GRADIENT_TOLERANCE)
-    counts = found["replayed"][1].replay.counts
+    counts = found["replayed"][1].routes.counts
     changed, of = counts.flipped, counts.replayed
     assert of == window.tree.num_tokens * 2 * TOP_K  # two layers with experts
     assert 0.3 < changed / of <= 0.5  # one of two choices, unless the next expert was the other choice

@@ -16,10 +16,9 @@ from support.trees import branching
 
 from harts_hf import PlannerConfig, patch, unpatch
 from harts_hf.modeling import find_routers
-from harts_hf.runtime import TreeUpdate, WindowPlanner
+from harts_hf.runtime import RunOptions, TreeUpdate, WindowPlanner
 from harts_hf.runtime.ranks import Ranks
-from harts_hf.runtime.routes import TokenRoutes, marked, merge_marked, merge_routes
-from harts_hf.runtime.run import RunOptions
+from harts_hf.runtime.routes import KnownRoutes, TokenRoutes, marked, merge_marked, merge_routes
 from harts_hf.tree import RolloutTree
 
 TOP_K, EXPERTS = 2, 8
@@ -168,8 +167,7 @@ def test_gradients_on_known_routes(family, splits, count, placement):
             RunOptions(replay_routing=True),
             ranks=ranks,
             placement=placement,
-            routes_of=lambda one: one.routes,
-            splits_on_routes=splits,
+            known_routes=KnownRoutes(lambda one: one.routes, splits=splits),
         )
 
         def loss(one, leaves):
@@ -228,7 +226,9 @@ def test_routes_of_a_scoring_pass():
     for routes, expected in zip(kept, chosen, strict=True):
         experts, index = routes.pieces[0]
         assert torch.equal(experts[index].sort(dim=-1).values, expected.sort(dim=-1).values.short())
-    update = TreeUpdate(model, WindowPlanner(config=PLANNER), options, routes_of=lambda one: one.routes)
+    update = TreeUpdate(
+        model, WindowPlanner(config=PLANNER), options, known_routes=KnownRoutes(lambda one: one.routes)
+    )
     with float64_everywhere(model):
         report = update.run(
             [Rows(rows, kept)], lambda one: one, lambda _, leaves: leaves["log_prob"].sum(), names=("log_prob",)

@@ -38,7 +38,7 @@ class RoutingCounts:
         return replace(self, rows=0, unrecorded=0, differing=0)
 
 
-class Replay:
+class ReplayedRoutes:
     """Routes of one run of a window.
 
     Args:
