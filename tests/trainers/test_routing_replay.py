@@ -3,6 +3,8 @@
 With a learning rate of 0 every step's log-probs are the old ones, if and only if both took the same experts.
 """
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -92,10 +94,16 @@ def train(tmp_path, mode, rollout_func=with_routes, **options):
     return trainer, logs[:-1]
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """By mode, the trainer and its logs; trained once."""
+    return functools.cache(lambda mode, **options: train(tmp_path_factory.mktemp("run"), mode, **options))
+
+
 @pytest.mark.parametrize("mode", ["off", "scoring", "engine"])
-def test_steps_take_the_experts_of_the_old_log_probs(tmp_path, mode):
+def test_steps_take_the_experts_of_the_old_log_probs(trained, mode):
     """Without replay they differ; flips are counted against whoever chose first."""
-    trainer, logs = train(tmp_path, mode)
+    trainer, logs = trained(mode)
     if mode == "off":
         assert min(trainer.gaps) > 1e-3
         assert not any("rout" in name and "entropy" not in name for name in logs[0])
@@ -110,12 +118,11 @@ def test_steps_take_the_experts_of_the_old_log_probs(tmp_path, mode):
             assert log["tree/engine_routes_missing"] == 0  # of a rollout's last token nothing depends
 
 
-def test_the_engines_experts_are_taken(tmp_path):
+def test_the_engines_experts_are_taken(trained):
     """Log-probs are others than on the trainer's own; tokens that came with other experts are computed apart."""
-    own, _ = train(tmp_path, "scoring")
-    engine, logs = train(tmp_path, "engine")
+    own, engine, logs = trained("scoring")[0], *trained("engine")
     assert (own.seen[0][1] - engine.seen[0][1]).abs().max() > 1e-3
-    apart, split = train(tmp_path, "engine", tree_split_on_routes=True)
+    apart, split = trained("engine", tree_split_on_routes=True)
     assert max(apart.gaps) < 1e-10
     assert split[0]["tree/engine_routes_differing"] == 0 and logs[0]["tree/engine_routes_differing"] > 50
     assert logs[1]["tree/engine_routes_differing"] == 0  # the same rollouts again
