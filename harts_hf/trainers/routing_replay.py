@@ -15,6 +15,7 @@ import torch
 
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling.patching import causal_lm_of
+from harts_hf.rollouts.recorded_rollouts import RecordedRollouts
 from harts_hf.runtime import Ranks
 from harts_hf.runtime.replayed import RoutingCounts
 from harts_hf.runtime.routes import KnownRoutes, TokenRoutes, merge_routes
@@ -55,10 +56,12 @@ class RoutingReplay:
             )
         if self.mode == "engine" and not self._trainer.replays_engine_routes:
             raise UnsupportedModelError(f"expected {wanted} with a trainer that takes an engine's routes, got {name}")
-        if self.mode == "engine" and getattr(self._trainer, "rollout_func", None) is None:
+        source = getattr(self._trainer, "rollout_func", None)
+        if self.mode == "engine" and (source is None or isinstance(source, RecordedRollouts)):
             raise UnsupportedModelError(
                 f"expected a rollout_func that returns 'routed_experts' with {wanted} (TreeRolloutCollector, "
-                "AgentRolloutCollector, or one of your own; TRL's own generation returns none), got none"
+                "AgentRolloutCollector, or one of your own; TRL's own generation and rollout files have none), got "
+                + ("none" if source is None else type(source).__name__)
             )
 
     @property
