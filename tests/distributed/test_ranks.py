@@ -56,6 +56,8 @@ BIAS = [
     "ddp:bailing_hybrid:global:replay:bias",
     "ddp:bailing_hybrid:local:nested:bias",
 ]
+# Routes of the engine, of each rank's own rows, whoever computes them.
+ROUTES = ["ddp:qwen3_5_moe_text:local:replay:routes", "ddp:qwen3_5_moe_text:global:replay:routes"]
 # Experts one by one, where DeepSpeed gathers layer by layer.
 ZERO3_EXPERTS = [
     "zero3:qwen3_5_moe_text:stock:router:checkpointing",
@@ -173,3 +175,15 @@ def test_one_forest(count, cases, folder):
                 check({**found, case.removesuffix(f":{bug}"): found[case]}, case.removesuffix(f":{bug}"))
         elif ":stock" not in case:
             check(found, case)
+
+
+@pytest.mark.slow
+def test_routes_of_all_ranks(folder):
+    """A shared forest trains on the routes that each rank's rows came with, as ranks by themselves do."""
+    alone, together = launch(folder, 2, ROUTES).values()
+    for name, expected in alone[0]["parameters"].items():
+        assert (together[0]["parameters"][name] - expected).abs().max() < TOLERANCE, name
+    for log, same in zip(alone[0]["logs"][:-1], together[0]["logs"][:-1], strict=True):
+        assert 0.6 < log["tree/engine_routing_flips"] < 0.9
+        for name in ("engine_routing_flips", "engine_routes_missing", "engine_routes_differing"):
+            assert log[f"tree/{name}"] == pytest.approx(same[f"tree/{name}"], rel=1e-2), name

@@ -11,6 +11,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import torch
 from support.counted import SPEED, CountedGRPOTrainer
 from support.oracle import float64_everywhere
@@ -48,6 +49,7 @@ OPTIONS = {
         "learning_rate": 0.005,
         "gradient_accumulation_steps": 1,
     },
+    "routes": {"tree_replay_routing": "engine"},  # drawn at random
     "lora": {},
     "unarmed": {},  # planted: DDP's reducer is not told of a last backward that does not follow its forward
     "unflagged": {},  # planted: nor is ZeRO-3 told that another backward begins
@@ -92,6 +94,11 @@ def rollouts_for(options: list[str]):
 
     def rollouts(prompts, trainer):
         output = recorded.rollout_func(prompts, trainer)
+        if "routes" in options:
+            output["routed_experts"] = [
+                np.random.default_rng(row).random((len(tokens), 3, 8)).argsort(axis=-1)[..., :2]
+                for row, tokens in enumerate(output["completion_ids"])
+            ]
         if trainer.accelerator.process_index == 0:
             if "idle" in options:
                 output["completion_ids"] = [[*row[:-1], 3] for row in output["completion_ids"]]
