@@ -121,14 +121,9 @@ class TreePolicy:
             )
         if not is_patched(asked):
             raise ValueError("expected a model that runs on trees, got an unpatched one: call harts_hf.patch on it")
+        rows = PaddedRows.from_tensors(input_ids, attention_mask, num_scored, keeps_all=aux_loss)
         is_policy = asked is policy
-        rows = PaddedRows.from_tensors(
-            input_ids,
-            attention_mask,
-            num_scored,
-            keeps_all=aux_loss,
-            routes=self.routing.given_to(len(input_ids), is_policy=is_policy),
-        )
+        rows = rows.with_routes(self.routing.given_to(len(input_ids), is_policy=is_policy))
         names = (*(LABEL_VALUES if entropy else (LOG_PROB,)), *(self.router_loss.names if aux_loss else ()))
         keeps = self.routing.keeps_scored(is_policy=is_policy)
         kept = (lambda rows, routes: self.routing.keep_scored(input_ids, rows, routes)) if keeps else None
@@ -170,7 +165,7 @@ class TreePolicy:
         reason = next((found for found in reasons if found is not None), None)
         return self._update(model, self.trainer.args.device).run(
             slices,
-            lambda one: PaddedRows.from_batch(one.batch, keeps_all=self.counts_all_tokens),
+            lambda one: PaddedRows.from_batch(one.batch, keeps_all=self.counts_all_tokens).with_routes_of(one.batch),
             lambda one, leaves: self._loss(model, one, leaves, num_items, is_last=one is slices[-1]),
             names=(*LABEL_VALUES, *self.router_loss.names),
             unscored="probe" if reason is None else "never",
@@ -183,7 +178,7 @@ class TreePolicy:
         """Those of the slice whose loss is being computed; elsewhere (evaluation) the scores of a batch."""
         if self._leaves is not None:
             return self._leaves
-        rows = PaddedRows.from_batch(batch, keeps_all=self.router_loss.is_on)
+        rows = PaddedRows.from_batch(batch, keeps_all=self.router_loss.is_on).with_routes_of(batch)
         names = (*LABEL_VALUES, *self.router_loss.names)
         values = self._update(model, batch["completion_ids"].device).score(rows, names)
         return self._slice_leaves(batch, values, self.router_loss.of_batch(values))

@@ -132,10 +132,7 @@ class RoutingReplay:
     def keep_scored(self, input_ids: torch.Tensor, rows: PaddedRows, routes: list[TokenRoutes]) -> None:
         """Keeps those of a pass, by trajectory."""
         assert self._generation is not None
-        found: list[TokenRoutes | None] = [None] * len(rows.input_ids)
-        for row, of_row in zip(rows.taking_part(), routes, strict=True):
-            found[row] = of_row
-        self._generation.scored = input_ids, found
+        self._generation.scored = input_ids, rows.by_row(routes)
 
     def _is_of_policy(self, is_policy: bool) -> bool:
         # Not a reference model's, which may be the policy with other adapters.

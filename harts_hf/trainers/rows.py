@@ -1,7 +1,7 @@
 """TRL's padded rows as the trajectories of a slice."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,13 +39,7 @@ class PaddedRows:
 
     @classmethod
     def from_tensors(
-        cls,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        num_scored: int,
-        *,
-        keeps_all: bool = False,
-        routes: Sequence[TokenRoutes | None] | None = None,
+        cls, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_scored: int, *, keeps_all: bool = False
     ) -> "PaddedRows":
         """From TRL's tensors, on any device.
 
@@ -57,7 +51,6 @@ class PaddedRows:
             attention_mask=attention_mask.cpu().numpy(),
             num_scored=num_scored,
             keeps_all=keeps_all,
-            routes_of_rows=routes,
         )
         empty = np.flatnonzero(rows.is_scored & ~rows.attention_mask[:, :-num_scored].any(axis=1))
         if empty.size:
@@ -68,11 +61,7 @@ class PaddedRows:
     def from_batch(cls, batch: dict[str, Any], *, keeps_all: bool = False) -> "PaddedRows":
         """From a batch of TRL's; errors as in :meth:`from_tensors`."""
         masks = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        given = batch.get(ROUTES)
-        routes = None if given is None else [one and TokenRoutes.from_plain(one) for one in given]
-        return cls.from_tensors(
-            token_ids(batch), masks, batch["completion_ids"].shape[1], keeps_all=keeps_all, routes=routes
-        )
+        return cls.from_tensors(token_ids(batch), masks, batch["completion_ids"].shape[1], keeps_all=keeps_all)
 
     @property
     def is_scored(self) -> Any:
@@ -85,12 +74,28 @@ class PaddedRows:
 
     def trajectories(self) -> list[IntArray]:
         """The real tokens of every row that takes part."""
-        return [self.tokens(row) for row in self.taking_part()]
+        return [self.tokens(row) for row in self._rows()]
+
+    def with_routes(self, routes: Sequence[TokenRoutes | None] | None) -> "PaddedRows":
+        """The same with routes of each row."""
+        return replace(self, routes_of_rows=routes)
+
+    def with_routes_of(self, batch: dict[str, Any]) -> "PaddedRows":
+        """The same with those that a batch of these rows holds, if it does."""
+        plain = batch.get(ROUTES)
+        return self if plain is None else self.with_routes([one and TokenRoutes.from_plain(one) for one in plain])
 
     @property
     def routes(self) -> list[TokenRoutes | None] | None:
         """Of each of :meth:`trajectories`; None where none are known."""
-        return None if self.routes_of_rows is None else [self.routes_of_rows[row] for row in self.taking_part()]
+        return None if self.routes_of_rows is None else [self.routes_of_rows[row] for row in self._rows()]
+
+    def by_row(self, routes: Sequence[TokenRoutes]) -> list[TokenRoutes | None]:
+        """``[B]`` what :meth:`trajectories` have; None for rows that take no part."""
+        found: list[TokenRoutes | None] = [None] * len(self.is_scored)
+        for row, of_row in zip(self._rows(), routes, strict=True):
+            found[row] = of_row
+        return found
 
     def stand_in(self) -> IntArray:
         """The first row's real tokens."""
@@ -99,13 +104,12 @@ class PaddedRows:
     def index(self, paths: Sequence[IntArray]) -> dict[str, NDArray[np.int64]]:
         """``[B, C]``, for log-probs and entropies alike, the tree row whose token a column holds; -1 for none."""
         index = np.full((len(self.input_ids), self.num_scored), -1, np.int64)
-        for row, path in zip(self.taking_part(), paths, strict=True):
+        for row, path in zip(self._rows(), paths, strict=True):
             in_completion = self.attention_mask[row, -self.num_scored :] != 0
             index[row, in_completion] = path[len(path) - int(in_completion.sum()) :]
         return dict.fromkeys(LABEL_VALUES, index)
 
-    def taking_part(self) -> list[int]:
-        """Rows of :meth:`trajectories`, ascending."""
+    def _rows(self) -> list[int]:
         takes_part = self.attention_mask.any(axis=1) if self.keeps_all else self.is_scored
         return np.flatnonzero(takes_part).tolist()
 

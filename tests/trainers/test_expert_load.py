@@ -141,5 +141,5 @@ def test_refusals(tmp_path):
     for speed in (-0.1, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="tree_expert_bias_update_speed to be a finite number of at least 0"):
             TreeGRPOConfig(output_dir=str(tmp_path), use_cpu=True, tree_expert_bias_update_speed=speed)
-    with pytest.raises(UnsupportedModelError, match=r"mixture of experts with tree_replay_routing=True"):
+    with pytest.raises(UnsupportedModelError, match=r"mixture of experts with tree_replay_routing='scoring'"):
         run_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, family="qwen3_5_text", tree_replay_routing=True)
