@@ -1,0 +1,267 @@
+"""The trainers that are compared: stock TRL, the same kernels without sharing, nested prefixes collapsed, the tree.
+
+All sides train one set of parameters: each has a copy of the model's modules whose parameters and buffers are the same
+tensors, so that what TRL, Accelerate and :func:`harts_hf.patch` put on a model stays on that side's.
+"""
+
+import copy
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import PrinterCallback
+from trl import GRPOTrainer
+
+from harts_hf.bench.clock import StepClock
+from harts_hf.bench.collapsing import CollapsingPlanner
+from harts_hf.bench.rollouts import StepRollouts
+from harts_hf.trainers import TreeGRPOConfig, TreeGRPOTrainer
+
+STOCK, SORTED, PACKED, COLLAPSED, TREE = "stock", "stock sorted", "packed", "collapsed", "tree"
+KINDS = {
+    STOCK: "TRL's GRPOTrainer as it is: rows padded to the longest of the step",
+    SORTED: "the same, rows sorted by length and each batch padded to its own longest",
+    PACKED: "the tree's kernels without sharing: rows packed without padding",
+    COLLAPSED: "the same, but a trajectory that another begins with is not run",
+    TREE: "tree training",
+}
+STOCK_KINDS = (STOCK, SORTED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A kind of side and what it was run with.
+
+    Attributes:
+        kind: of :data:`KINDS`.
+        size: rows of a batch (``per_device_train_batch_size``) of stock trainers; of the others, tokens of a
+            microbatch (``tree_max_tokens_per_microbatch``).
+    """
+
+    kind: str
+    size: int
+
+    @property
+    def label(self) -> str:
+        """Such as ``packed 16384``."""
+        return f"{self.kind} {self.size}"
+
+
+@dataclass(eq=False, kw_only=True)
+class Side:
+    """A trainer and its clock.
+
+    Attributes:
+        setting: what it is.
+        trainer: stock or tree.
+        clock: of its steps.
+    """
+
+    setting: Setting
+    trainer: Any
+    clock: StepClock
+
+    def step(self) -> dict[str, Any]:
+        """One optimizer step; what the trainer logs of it."""
+        self.trainer.train()
+        return next(log for log in reversed(self.trainer.state.log_history) if "loss" in log)
+
+
+class _ScoresOld:
+    """Mixin above a GRPO trainer that has TRL score old log-probs, as it does for users of an engine.
+
+    TRL leaves that out where rollouts are known to be of the current weights; here it is told otherwise.
+
+    Attributes:
+        old_log_probs: ``[C]`` of each row's completion, as TRL scored them last.
+    """
+
+    old_log_probs: Sequence[torch.Tensor] = ()
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        parent: Any = super()
+        before = self.num_iterations
+        self.num_iterations = before + 1
+        try:
+            output: dict[str, Any] = parent._generate_and_score_completions(inputs)
+        finally:
+            self.num_iterations = before
+        masks = output["completion_mask"].bool()
+        self.old_log_probs = [row[mask].cpu() for row, mask in zip(output["old_per_token_logps"], masks, strict=True)]
+        return output
+
+
+class _ScoringGRPOTrainer(_ScoresOld, GRPOTrainer):
+    """Stock, with old log-probs."""
+
+    num_iterations: int
+
+
+class _ScoringTreeGRPOTrainer(_ScoresOld, TreeGRPOTrainer):  # type: ignore[misc]
+    """Tree, with old log-probs."""
+
+
+class _SortingBatches:
+    """Mixin above a stock trainer: rows of a step sorted by length, each batch without columns of padding alone.
+
+    TRL shuffles rows and pads all to the longest of the step.
+    """
+
+    _step: int
+    _buffered_inputs: list[dict[str, Any]]
+    args: Any
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        parent: Any = super()
+        inputs: dict[str, Any] = parent._prepare_inputs(generation_batch)
+        steps = self.args.steps_per_generation
+        if self._step % steps == 0:
+            self._buffered_inputs = sorted_batches(self._buffered_inputs)
+            inputs = self._buffered_inputs[0]
+        return inputs
+
+
+def sorted_batches(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """TRL's batches with the rows of all of them in order of length, without columns that are padding alone.
+
+    Args:
+        batches: equally many rows each; tensors without dimensions are the same in each.
+    """
+    joined = {
+        key: torch.cat([batch[key] for batch in batches]) if value.dim() else value
+        for key, value in batches[0].items()
+        if isinstance(value, torch.Tensor)
+    }
+    order = (joined["prompt_mask"].sum(1) + joined["completion_mask"].sum(1)).argsort(stable=True)
+    size = len(order) // len(batches)
+    return [_trimmed(joined, order[start : start + size]) for start in range(0, len(order), size)]
+
+
+def _trimmed(joined: dict[str, torch.Tensor], rows: torch.Tensor) -> dict[str, Any]:
+    first = int(joined["prompt_mask"][rows].any(0).int().argmax())
+    width = joined["completion_mask"].shape[1]
+    last = int(joined["completion_mask"][rows].sum(1).max())
+    found: dict[str, Any] = {}
+    for key, value in joined.items():
+        if not value.dim():
+            found[key] = value
+        elif key.startswith("prompt_"):
+            found[key] = value[rows, first:]
+        else:
+            found[key] = value[rows, :last] if value.dim() == 2 and value.shape[1] == width else value[rows]
+    return found
+
+
+class _SortedGRPOTrainer(_SortingBatches, GRPOTrainer):
+    """Stock, sorted."""
+
+
+class _ScoringSortedGRPOTrainer(_ScoresOld, _SortingBatches, GRPOTrainer):
+    """Stock, sorted, with old log-probs."""
+
+    num_iterations: int
+
+
+_TRAINERS: dict[str, tuple[type, type]] = {
+    STOCK: (GRPOTrainer, _ScoringGRPOTrainer),
+    SORTED: (_SortedGRPOTrainer, _ScoringSortedGRPOTrainer),
+    PACKED: (TreeGRPOTrainer, _ScoringTreeGRPOTrainer),
+    COLLAPSED: (TreeGRPOTrainer, _ScoringTreeGRPOTrainer),
+    TREE: (TreeGRPOTrainer, _ScoringTreeGRPOTrainer),
+}
+
+
+def build_side(
+    setting: Setting,
+    model: nn.Module,
+    rollouts: StepRollouts,
+    args: TreeGRPOConfig,
+    tokenizer: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    old_log_probs: bool = False,
+) -> Side:
+    """A trainer of one kind, whose every ``train()`` is one optimizer step on all rollouts.
+
+    Args:
+        setting: which one.
+        model: unpatched, on its device; it stays as it is.
+        rollouts: of the step.
+        args: what all sides have in common; of the tree's options, ``tree_sharing`` is the tree's only.
+        tokenizer: of the trainer.
+        optimizer: of an earlier side on the same model; a new one by ``args`` if None.
+        old_log_probs: whether TRL scores old log-probs in each step.
+
+    Raises:
+        UnsupportedModelError, ValueError: what the trainer refuses.
+    """
+    is_stock = setting.kind in STOCK_KINDS
+    rows_per_batch = setting.size if is_stock else 1
+    rollouts = rollouts.filled(rows_per_batch)
+    count = len(rollouts.token_ids)
+    sharing = {"tree_sharing": "never"} if setting.kind == PACKED else {}
+    budget = {} if is_stock else {"tree_max_tokens_per_microbatch": setting.size}
+    own = replace(
+        args, per_device_train_batch_size=rows_per_batch, gradient_accumulation_steps=count // rows_per_batch,
+        steps_per_generation=count // rows_per_batch, generation_batch_size=None, num_generations=count,
+        max_completion_length=max(map(len, rollouts.masks)), **sharing, **budget,
+    )  # fmt: skip
+    clock = StepClock(torch.device(own.device))
+    trainer = _TRAINERS[setting.kind][old_log_probs](
+        twin(model), rollouts.reward_func(), own, train_dataset=Dataset.from_dict({"prompt": ["bench"] * 4}),
+        processing_class=tokenizer, rollout_func=rollouts.rollout_func(), callbacks=[clock],
+        optimizers=(optimizer, None),
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    if setting.kind == COLLAPSED:
+        planner = trainer._tree.planner
+        trainer._tree.planner = CollapsingPlanner(
+            config=replace(planner.config, sharing="always"), vocab_size=planner.vocab_size
+        )
+    _keep_memory(trainer.accelerator)
+    clock.watch(trainer)
+    return Side(setting=setting, trainer=trainer, clock=clock)
+
+
+def common_arguments(args: TreeGRPOConfig | None = None, **more: Any) -> TreeGRPOConfig:
+    """Arguments of all sides: a training's, or TRL's defaults, but for what a benchmark has to say.
+
+    The learning rate is 0: the optimizer does its work and the weights stay, so every step of every side is the same
+    one, and results can be compared after any of them.
+    """
+    fixed: dict[str, Any] = dict(
+        output_dir=tempfile.gettempdir(), learning_rate=0.0, max_steps=1, logging_steps=1, logging_strategy="steps",
+        save_strategy="no", eval_strategy="no", report_to="none", disable_tqdm=True, dataloader_num_workers=0,
+        generation_batch_size=None, log_completions=False, use_vllm=False, num_iterations=1, push_to_hub=False,
+        lr_scheduler_type="constant", warmup_steps=0, mask_truncated_completions=False,
+    )  # fmt: skip
+    if args is None:
+        fixed |= dict(per_device_train_batch_size=2, num_generations=2)
+        return TreeGRPOConfig(**{**fixed, **more})
+    return replace(
+        args, per_device_train_batch_size=args.num_generations, gradient_accumulation_steps=1, steps_per_generation=1,
+        **{**fixed, **more},
+    )  # fmt: skip
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy of a model's modules on the same parameters and buffers."""
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, shared)  # type: ignore[arg-type]
+
+
+def _keep_memory(accelerator: Any) -> None:
+    """Each ``train()`` would give the GPU's memory back first, and the step that is timed would ask for it again."""
+
+    def free_memory(*objects: Any) -> tuple[Any, ...]:
+        accelerator._schedulers, accelerator._optimizers = [], []
+        accelerator._models, accelerator._dataloaders = [], []
+        accelerator.step = 0
+        return objects
+
+    accelerator.free_memory = free_memory
