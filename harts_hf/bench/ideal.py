@@ -67,8 +67,8 @@ def ideal_step(
     """The baseline's step if every stage cost the tree what it costs the baseline per unit of its own work.
 
     Attention divides by pairs, the rule by chunk nodes, the head by labels; all else in forwards and backwards, and
-    the trainer's work on rows, by network rows. Undivided are the optimizer and clipping, and the constant of each of the
-    tree's own microbatches (launches; adding up gradients of weights).
+    the trainer's work on rows, by network rows. Undivided are the optimizer and clipping, and the constant of
+    each of the tree's own microbatches (launches; adding up gradients of weights).
 
     Args:
         phases: of the baseline's step, as :class:`harts_hf.bench.clock.StepClock` has them.

@@ -1,9 +1,9 @@
 """Whether all sides trained the same: sketches of gradients, small enough to keep, and what they say.
 
 A sketch adds a gradient's entries up, each with a random sign, in a few buckets. The squared difference of two
-sketches is an unbiased estimate of that of the gradients (Charikar, Chen and Farach-Colton, 2002: the count sketch), whose
-relative error shrinks with the number of buckets and of parameters. So gradients of any model are compared without a
-second copy of them.
+sketches is an unbiased estimate of that of the gradients (Charikar, Chen and Farach-Colton, 2002: the count
+sketch), whose relative error shrinks with the number of buckets and of parameters. So gradients of any model are
+compared without a second copy of them.
 """
 
 import math

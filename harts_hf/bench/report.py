@@ -18,8 +18,8 @@ def row_of(measured: StepMeasured, **about: Any) -> dict[str, Any]:
 
     ``speedup`` is over the best setting without padding and without sharing, ``speedup_collapsed`` over the best that
     collapses nested prefixes besides, ``speedup_stock`` over the best stock trainer; each only if that was
-    measured, and none where the parity check failed. ``ideal`` is the speed-up that sharing could reach, ``efficiency``
-    the part of it that was reached. Memory is of the GPU, in bytes.
+    measured, and none where the parity check failed. ``ideal`` is the speed-up that sharing could reach,
+    ``efficiency`` the part of it that was reached. Memory is of the GPU, in bytes.
 
     Args:
         measured: the step.

@@ -1,8 +1,8 @@
 """How long the stages of forwards and backwards take that share differently: attention, the linear rule, the head.
 
 Between two marks, identity functions of autograd, lies a stage: its forward is from the first to the second, its
-backward from the second to the first. Autograd runs what was computed last first, so what lies between two marks stays between.
-Recomputation under checkpointing is a forward too, and counts.
+backward from the second to the first. Autograd runs what was computed last first, so what lies between two
+marks stays between. Recomputation under checkpointing is a forward too, and counts.
 """
 
 import time
