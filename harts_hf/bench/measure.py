@@ -2,7 +2,7 @@
 
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +28,12 @@ class BenchOptions:
     """What is measured.
 
     Attributes:
-        budgets: tokens of a microbatch that the sides without padding are tried with.
+        budgets: tokens of a microbatch that sides without padding are tried with.
         batch_sizes: rows of a batch that stock trainers are tried with.
         kinds: sides; the tree is always one.
         steps: timed steps of each chosen side, at least 1.
         seconds_per_side: a side whose timed steps took so long is not timed again.
+        fixed: by kind, the one size that it is run with, such as what was fastest on an earlier step.
         old_log_probs: whether TRL scores old log-probs in each step.
         stages: whether to time attention, the rule and the head, in one more step of the tree and of each baseline.
 
@@ -45,6 +46,7 @@ class BenchOptions:
     kinds: tuple[str, ...] = (*BASELINES, TREE)
     steps: int = 5
     seconds_per_side: float = 120.0
+    fixed: Mapping[str, int] = field(default_factory=dict)
     old_log_probs: bool = False
     stages: bool = True
 
@@ -66,10 +68,12 @@ class BenchOptions:
 
     def settings(self, kind: str, rollouts: StepRollouts) -> list[Setting]:
         """What a side is tried with; budgets past what holds all rows are no different."""
-        if kind in sides.STOCK_KINDS:
-            return [Setting(kind=kind, size=size) for size in self.batch_sizes if size <= len(rollouts.token_ids)]
         if kind == COLLAPSED and not is_contained(rollouts.tree).any():
             return []
+        if kind in self.fixed:
+            return [Setting(kind=kind, size=self.fixed[kind])]
+        if kind in sides.STOCK_KINDS:
+            return [Setting(kind=kind, size=size) for size in self.batch_sizes if size <= len(rollouts.token_ids)]
         budgets = sorted(set(self.budgets))
         most = rollouts.tree.num_tokens if kind == TREE else rollouts.num_tokens
         enough = next((budget for budget in budgets if budget >= most), budgets[-1])
@@ -214,7 +218,7 @@ class _Bench:
             timed = timed or Timed(setting=setting)
             self.progress(f"trying {setting.label}")
             try:
-                side, seconds = self._try(setting, timed)
+                side, seconds = self._try(setting, timed, again=len(settings) > 1)
             except torch.OutOfMemoryError as error:
                 timed.tried[setting.label] = f"out of memory: {str(error).splitlines()[0]}"
                 self._forget()
@@ -229,7 +233,7 @@ class _Bench:
         elif timed is not None:
             self.failures[kind] = "; ".join(f"{label}: {why}" for label, why in timed.tried.items())
 
-    def _try(self, setting: Setting, timed: Timed) -> tuple[Side, float]:
+    def _try(self, setting: Setting, timed: Timed, *, again: bool) -> tuple[Side, float]:
         side = build_side(
             setting, self.model, self.rollouts, self.args, self.tokenizer, optimizer=self.optimizer,
             old_log_probs=self.options.old_log_probs,
@@ -243,13 +247,13 @@ class _Bench:
         side.clock.on_gradients = None
         first = side.clock.seconds
         # TRL's means over a batch's rows depend on which rows are in it, so batches of one row are compared.
-        if setting.kind not in sides.STOCK_KINDS or setting.size == min(self.options.batch_sizes):
+        if setting.kind not in sides.STOCK_KINDS or setting.size == 1 or not self.results:
             self.results[setting.label] = StepResult(
                 sketch=sketches[0], grad_norm=log.get("grad_norm"), loss=log["loss"], entropy=log["entropy"]
             )
         if side.clock.report is not None:
             timed.microbatches[setting.label] = len(side.clock.report.window.schedule.microbatches)
-        if first < self.options.seconds_per_side:
+        if again and first < self.options.seconds_per_side:
             side.step()
         return side, side.clock.seconds
 

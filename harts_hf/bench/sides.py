@@ -82,6 +82,7 @@ class _ScoresOld:
     """
 
     old_log_probs: Sequence[torch.Tensor] = ()
+    num_iterations: Any
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         parent: Any = super()
@@ -99,8 +100,6 @@ class _ScoresOld:
 class _ScoringGRPOTrainer(_ScoresOld, GRPOTrainer):
     """Stock, with old log-probs."""
 
-    num_iterations: int
-
 
 class _ScoringTreeGRPOTrainer(_ScoresOld, TreeGRPOTrainer):  # type: ignore[misc]
     """Tree, with old log-probs."""
@@ -113,7 +112,7 @@ class _SortingBatches:
     """
 
     _step: int
-    _buffered_inputs: list[dict[str, Any]]
+    _buffered_inputs: Any
     args: Any
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -164,8 +163,6 @@ class _SortedGRPOTrainer(_SortingBatches, GRPOTrainer):
 class _ScoringSortedGRPOTrainer(_ScoresOld, _SortingBatches, GRPOTrainer):
     """Stock, sorted, with old log-probs."""
 
-    num_iterations: int
-
 
 _TRAINERS: dict[str, tuple[type, type]] = {
     STOCK: (GRPOTrainer, _ScoringGRPOTrainer),
@@ -204,12 +201,13 @@ def build_side(
     rows_per_batch = setting.size if is_stock else 1
     rollouts = rollouts.filled(rows_per_batch)
     count = len(rollouts.token_ids)
-    sharing = {"tree_sharing": "never"} if setting.kind == PACKED else {}
-    budget = {} if is_stock else {"tree_max_tokens_per_microbatch": setting.size}
+    tree_options: dict[str, Any] = {} if is_stock else {"tree_max_tokens_per_microbatch": setting.size}
+    if setting.kind == PACKED:
+        tree_options["tree_sharing"] = "never"
     own = replace(
         args, per_device_train_batch_size=rows_per_batch, gradient_accumulation_steps=count // rows_per_batch,
         steps_per_generation=count // rows_per_batch, generation_batch_size=None, num_generations=count,
-        max_completion_length=max(map(len, rollouts.masks)), **sharing, **budget,
+        max_completion_length=max(map(len, rollouts.masks)), **tree_options,
     )  # fmt: skip
     clock = StepClock(torch.device(own.device))
     trainer = _TRAINERS[setting.kind][old_log_probs](
@@ -243,16 +241,14 @@ def common_arguments(args: TreeGRPOConfig | None = None, **more: Any) -> TreeGRP
     if args is None:
         fixed |= dict(per_device_train_batch_size=2, num_generations=2)
         return TreeGRPOConfig(**{**fixed, **more})
-    return replace(
-        args, per_device_train_batch_size=args.num_generations, gradient_accumulation_steps=1, steps_per_generation=1,
-        **{**fixed, **more},
-    )  # fmt: skip
+    fixed |= dict(per_device_train_batch_size=args.num_generations, gradient_accumulation_steps=1)
+    return replace(args, **{**fixed, "steps_per_generation": 1, **more})
 
 
 def twin(model: nn.Module) -> nn.Module:
     """A copy of a model's modules on the same parameters and buffers."""
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-    return copy.deepcopy(model, shared)  # type: ignore[arg-type]
+    return copy.deepcopy(model, shared)
 
 
 def _keep_memory(accelerator: Any) -> None:

@@ -56,7 +56,7 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear")
-    found: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
+    found: nn.Module = get_peft_model(model, config)
     return found
 
 

@@ -94,7 +94,7 @@ def _subject(options: argparse.Namespace, device: Any) -> "Subject":
         bf16=dtype == torch.bfloat16, use_cpu=device.type == "cpu", optim=options.optim, seed=options.seed,
         activation_checkpointing=options.checkpointing,
         activation_checkpointing_kwargs={"use_reentrant": False} if options.checkpointing else None,
-        dataloader_pin_memory=False, tree_cost=options.cost, **({"router_aux_loss_coef": 0.0}),
+        dataloader_pin_memory=False, tree_cost=options.cost, router_aux_loss_coef=0.0,
     )  # fmt: skip
     return Subject(
         model=model,

@@ -70,7 +70,7 @@ def subject_of_recipe(options: argparse.Namespace, fields: Sequence[str], device
             training, beta=0.0, tree_credit="trajectory", seed=options.seed, dataloader_pin_memory=False
         ),
         tokenizer=tokenizer,
-        name=model.model_name_or_path or arguments.model_type,
+        name=str(model.model_name_or_path or arguments.model_type),
         workload=name,
         about=", ".join([f"{options.rollouts}: one step of its rollouts", *notes]),
         sampling_seconds=seconds,

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Computes log-probs and gradients of sampled trajectories on the tree and, with the unpatched model, one trajectory at a
 time, again, and in padded batches; compares them with one another and with a float64 copy of the model where that fits
-into memory, else one layer at a time. The last line is the verdict: PASS; FAIL and why; or NOTHING SHARED, where the rollouts
-left nothing to compare. The exit status is 0 for PASS, else 1, or 2 for a model or an input that cannot be used.
+into memory, else one layer at a time. The last line is the verdict: PASS; FAIL and why; or NOTHING SHARED, where the
+rollouts left nothing to compare. The exit status is 0 for PASS, else 1, or 2 for a model or an input that cannot be
+used.
 """
 # Where stderr is no terminal, progress is a line, and at most one in so many seconds.
 SECONDS_PER_LINE = 10.0

@@ -1,4 +1,4 @@
-"""An oracle for models whose float64 copy does not fit: one layer at a time is wide, and runs again in the backward."""
+"""An oracle for models whose float64 copy does not fit: one layer at a time is wide, and runs again in backwards."""
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from harts_hf.verify.verdict import POOLED_FACTOR, SINGLE_FACTOR, Difference, Verdict
 from harts_hf.verify.ways import AGAIN, BATCHED, EXPANDED, JUDGED, ORACLE, ROUNDED, Way
 
-
 SHARED = "shared"
 
 

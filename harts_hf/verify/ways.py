@@ -147,7 +147,7 @@ def _measure_layered(
             loss = (values * weight.to(values)).sum()
             if probabilities is not None:
                 loss = loss + (by_probability * probabilities.sum(dim=0)).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             log_probs.append(values.detach())
     return Measured(log_probs=torch.cat(log_probs), gradients=sums)
 
