@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.gpu.record import write
 from benchmarks.machine import describe_machine, output_path
 from harts_hf.bench.about import about_machine
-from harts_hf.bench.measure import BenchOptions, measure_step
+from harts_hf.bench.measure import measure_step
 from harts_hf.bench.plot import plot_rows
 from harts_hf.bench.report import row_of, table_of
+from harts_hf.bench.results import BenchOptions
 from harts_hf.bench.rollouts import StepRollouts
 from harts_hf.bench.sides import PACKED, STOCK, TREE, common_arguments
 from harts_hf.bench.subject import word_tokenizer

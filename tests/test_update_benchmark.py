@@ -1,4 +1,4 @@
-"""benchmarks/update.py: which sides run where, what a record of several calls holds, and a call that goes on."""
+"""benchmarks/update: which sides run where, what a record of several calls holds, and a call that goes on."""
 
 import json
 from types import SimpleNamespace
@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 from shared_data import shape_file
 
-from benchmarks import update
+from benchmarks.update import __main__ as update
+from benchmarks.update import workloads
 from harts_hf.bench.sides import PACKED, SORTED, STOCK, TREE
 
 SHAPES = shape_file("tot_game24").parent
@@ -28,21 +29,21 @@ def part(commit, *rows):
 
 def test_sides_of_a_step():
     """Long sides run where the workload says; a tree alone has something to be compared with."""
-    assert update.kinds_of(update.Task("miniswe_b_drop", 0))[:3] == (STOCK, SORTED, PACKED)
-    assert STOCK not in update.kinds_of(update.Task("miniswe_b_drop", 1))
-    assert update.kinds_of(update.Task("miniswe_b_drop", 7)) == (TREE,)
-    assert PACKED in update.kinds_of(update.Task("vmcts_dafny_bst", 0))
+    assert workloads.kinds_of(workloads.Task("miniswe_b_drop", 0))[:3] == (STOCK, SORTED, PACKED)
+    assert STOCK not in workloads.kinds_of(workloads.Task("miniswe_b_drop", 1))
+    assert workloads.kinds_of(workloads.Task("miniswe_b_drop", 7)) == (TREE,)
+    assert PACKED in workloads.kinds_of(workloads.Task("vmcts_dafny_bst", 0))
 
 
 def test_tasks_by_name():
     """A workload, a step, or steps from one to another; others are named."""
-    found = update.tasks_of(["anyswe_a", "vmcts_dafny_bst:0"], SHAPES, dry=False)
-    assert found == [update.Task("anyswe_a", 0), update.Task("vmcts_dafny_bst", 0)]
-    assert [task.step for task in update.tasks_of(["miniswe_b_drop:2-4"], SHAPES, dry=False)] == [2, 3, 4]
+    found = workloads.tasks_of(["anyswe_a", "vmcts_dafny_bst:0"], SHAPES, dry=False)
+    assert found == [workloads.Task("anyswe_a", 0), workloads.Task("vmcts_dafny_bst", 0)]
+    assert [task.step for task in workloads.tasks_of(["miniswe_b_drop:2-4"], SHAPES, dry=False)] == [2, 3, 4]
     with pytest.raises(SystemExit, match=r"expected a workload of miniswe_b_drop, .*, got 'swe'"):
-        update.tasks_of(["swe"], SHAPES, dry=False)
+        workloads.tasks_of(["swe"], SHAPES, dry=False)
     with pytest.raises(SystemExit, match="steps of anyswe_a from 0 to 0, got 1-2"):
-        update.tasks_of(["anyswe_a:1-2"], SHAPES, dry=False)
+        workloads.tasks_of(["anyswe_a:1-2"], SHAPES, dry=False)
 
 
 def test_a_record_of_several_calls():

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from harts_hf.bench.measure import StepMeasured, Timed, fastest
+from harts_hf.bench.results import StepMeasured, Timed, fastest
 from harts_hf.bench.sides import COLLAPSED, KINDS, PACKED, STOCK_KINDS, TREE
 
 NOTES = (

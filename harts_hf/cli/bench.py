@@ -18,7 +18,7 @@ from harts_hf.cli.loading import is_random, load_model, load_tokenizer, read_rol
 from harts_hf.cli.output import printable, replacing, write_json
 
 if TYPE_CHECKING:
-    from harts_hf.bench.measure import BenchOptions
+    from harts_hf.bench.results import BenchOptions
     from harts_hf.bench.subject import Subject
 
 
@@ -48,7 +48,7 @@ def _run(options: argparse.Namespace, fields: Sequence[str]) -> bool:
     device = find_device(options.device)
 
     from harts_hf.bench.about import about_machine
-    from harts_hf.bench.measure import BenchOptions
+    from harts_hf.bench.results import BenchOptions
 
     bench = BenchOptions(
         budgets=tuple(options.budgets), batch_sizes=tuple(options.batch_sizes), kinds=tuple(options.sides),

@@ -13,12 +13,13 @@ from harts_hf import PlannerConfig, RolloutTree
 from harts_hf.bench.clipping import clipping_of
 from harts_hf.bench.collapsing import CollapsingPlanner, collapse, is_contained
 from harts_hf.bench.ideal import Work, ideal_step, microbatch_constant
-from harts_hf.bench.measure import BenchOptions
 from harts_hf.bench.parity import StepResult, compare, relative_difference, sketch_gradients
 from harts_hf.bench.report import total_of
+from harts_hf.bench.results import BenchOptions
 from harts_hf.bench.rollouts import LABELS, StepRollouts, steps_of
-from harts_hf.bench.sides import KINDS, sorted_batches
+from harts_hf.bench.sides import KINDS
 from harts_hf.bench.stages import StageClock
+from harts_hf.bench.variants import sorted_batches
 from harts_hf.cli import bench_arguments
 from harts_hf.rollouts.recorded import Rollout, RolloutGroup
 

@@ -7,178 +7,34 @@
 
 A task is a workload and which of its steps; what the result file has already is not run again, and nothing is begun
 that may not end within ``--seconds``. So a call takes what it can, and the next one goes on. Sides that take long run
-on some steps of a workload only (:data:`WORKLOADS`) and are scaled by tokens in its total, which says so.
+on some steps of a workload only (`workloads.py`) and are scaled by tokens in its total, which says so.
 """
 
 import argparse
 import gc
-import json
 import os
 import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu import record
-from benchmarks.gpu.registry import STEP_MODELS, TINY
+from benchmarks.update.models import MODELS, build, skew_routers
+from benchmarks.update.workloads import VARIANTS, kinds_of, steps_in, tasks_of
 from harts_hf.bench.about import about_machine
-from harts_hf.bench.measure import BenchOptions, measure_step
+from harts_hf.bench.measure import measure_step
 from harts_hf.bench.plot import plot_rows
 from harts_hf.bench.report import row_of, table_of, total_of
-from harts_hf.bench.rollouts import StepRollouts, steps_of
-from harts_hf.bench.sides import COLLAPSED, PACKED, SORTED, STOCK, TREE, common_arguments
+from harts_hf.bench.results import BenchOptions
+from harts_hf.bench.rollouts import StepRollouts
+from harts_hf.bench.sides import PACKED, STOCK, common_arguments
 from harts_hf.bench.subject import add_lora, word_tokenizer
 from harts_hf.modeling import vocab_size_of
-from harts_hf.rollouts.files import read_rollouts
-from harts_hf.rollouts.recorded import RolloutGroup
-from harts_hf.rollouts.shapes import shape_group
 
-RESULTS = Path(__file__).parent / "results" / "update_h200.json"
-DRY_LAYERS, DRY_LENGTH, DRY_ROWS = 4, 12, 4
-_PERIOD_OF_4 = ["linear_attention"] * 3 + ["full_attention"]
-MODELS = {
-    **STEP_MODELS,
-    "qwen3.5-moe-8b": ("qwen3_5_moe_text", {
-        "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1, "vocab_size": 248320, "hidden_size": 2048,
-        "num_hidden_layers": 20, "layer_types": _PERIOD_OF_4 * 5, "num_attention_heads": 16, "num_key_value_heads": 2,
-        "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 384,
-        "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.0,
-    }),
-}  # fmt: skip
-DRY_EXPERTS = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
-
-
-class Workload(NamedTuple):
-    """A shape file: groups to a step, and the steps on which sides without sharing, and stock trainers, run."""
-
-    groups_per_step: int = 1
-    unshared: tuple[int, ...] | None = None
-    stock: tuple[int, ...] = (0,)
-
-
-WORKLOADS = {
-    "miniswe_b_drop": Workload(1, unshared=(0, 1, 2, 3), stock=(0,)),
-    "tau_airline_b": Workload(5, unshared=(0,)),
-    "nemo_qwen3think_b_drop": Workload(5),
-    "tot_game24": Workload(25, unshared=(0, 1)),
-    "vmcts_dafny_bst": Workload(10),
-    "anyswe_a": Workload(4),
-    "tau_airline_a": Workload(25),
-}
-# Beside the plain step: SGD, full parameters, recorded labels, no old log-probs.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "old-log-probs": {"old_log_probs": True},
-    "adamw": {"optim": "adamw_torch_fused"},
-    "lora": {"lora": 16},
-    "all-labels": {"labels": "all"},
-    "skewed": {"skew": 1.0},
-    "kept": {"checkpointing": False},
-}
-
-
-def build(name: str, *, dry: bool) -> nn.Module:
-    """Random weights, in bf16 on the GPU; if ``dry``, few and tiny layers in float32 on the CPU."""
-    family, whole = MODELS[name]
-    torch.manual_seed(0)
-    if dry:
-        small = {key: value for key, value in {**TINY, **DRY_EXPERTS, "vocab_size": 512}.items() if key in whole}
-        layers = {"num_hidden_layers": DRY_LAYERS, "layer_types": whole["layer_types"][:DRY_LAYERS]}
-        config = AutoConfig.for_model(family, **{**whole, **small, **layers})
-        return AutoModelForCausalLM.from_config(config, experts_implementation="eager")
-    with torch.device("cuda"):
-        return AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(family, **whole), dtype=torch.bfloat16, attn_implementation="sdpa"
-        )
-
-
-def skew_routers(model: nn.Module, deviation: float) -> None:
-    """Scales each expert's row of every router by a log-normal number, so that some are chosen far more often."""
-    generator = torch.Generator().manual_seed(0)
-    for module in model.modules():
-        if "Router" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter):
-            scale = torch.randn(len(module.weight), generator=generator).mul(deviation).exp()
-            module.weight.data.mul_(scale.to(module.weight)[:, None])
-
-
-def groups_of(shapes: Path, name: str, *, dry: bool) -> list[RolloutGroup]:
-    """Of a shape file; if ``dry``, with a few short trajectories each."""
-    path = shapes / f"{name}.jsonl.gz"
-    if not dry:
-        return read_rollouts(path)
-    import gzip
-
-    with gzip.open(path, "rt") as lines:
-        rows = [json.loads(line) for line in lines]
-    return [
-        shape_group(
-            {
-                "parent": row["parent"],
-                "length": [min(length, DRY_LENGTH) for length in row["length"]],
-                "sample_node": row["sample_node"][:DRY_ROWS],
-            },
-            str(row["group"]),
-        )
-        for row in map(_pruned, rows)
-    ]
-
-
-def _pruned(row: dict[str, Any]) -> dict[str, Any]:
-    """Without the nodes that no kept trajectory passes."""
-    kept: set[int] = set()
-    for node in row["sample_node"][:DRY_ROWS]:
-        while node >= 0 and node not in kept:
-            kept.add(node)
-            node = row["parent"][node]
-    number = {node: index for index, node in enumerate(sorted(kept))}
-    return {
-        "group": row["group"],
-        "parent": [number.get(row["parent"][node], -1) for node in sorted(kept)],
-        "length": [row["length"][node] for node in sorted(kept)],
-        "sample_node": [number[node] for node in row["sample_node"][:DRY_ROWS]],
-    }
-
-
-def steps_in(shapes: Path, name: str, *, dry: bool) -> list[list[RolloutGroup]]:
-    """The groups of each step of a workload; if ``dry``, one to a step."""
-    return steps_of(groups_of(shapes, name, dry=dry), 1 if dry else WORKLOADS[name].groups_per_step)
-
-
-class Task(NamedTuple):
-    """One step of a workload."""
-
-    workload: str
-    step: int
-
-
-def tasks_of(words: Sequence[str], shapes: Path, *, dry: bool) -> list[Task]:
-    """``NAME``, ``NAME:3`` or ``NAME:0-3``, of any number of workloads."""
-    found = []
-    for word in words:
-        name, _, steps = word.partition(":")
-        if name not in WORKLOADS:
-            raise SystemExit(f"expected a workload of {', '.join(WORKLOADS)}, got {name!r}")
-        count = len(steps_in(shapes, name, dry=dry))
-        first, _, last = steps.partition("-")
-        chosen = range(int(first), int(last or first) + 1) if steps else range(count)
-        if chosen and not 0 <= chosen[0] <= chosen[-1] < count:
-            raise SystemExit(f"expected steps of {name} from 0 to {count - 1}, got {steps}")
-        found += [Task(name, step) for step in chosen]
-    return found
-
-
-def kinds_of(task: Task) -> tuple[str, ...]:
-    """Sides that run in a step; the tree without another one where they are sampled elsewhere."""
-    workload = WORKLOADS[task.workload]
-    unshared = workload.unshared is None or task.step in workload.unshared
-    stock = task.step in workload.stock
-    return (*((STOCK, SORTED) if stock else ()), *((PACKED, COLLAPSED) if unshared else ()), TREE)
+RESULTS = Path(__file__).parents[1] / "results" / "update_h200.json"
 
 
 def run(options: argparse.Namespace) -> None:
