@@ -1,6 +1,7 @@
 """A recipe as what `harts bench` measures: its model and arguments, on rollouts of one step that it collects."""
 
 import argparse
+import gc
 import tempfile
 import time
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ def subject_of_recipe(options: argparse.Namespace, fields: Sequence[str], device
     if options.device is not None and on.type != device.type:
         raise ValueError(f"expected --device to be where the recipe trains ({on.type}), got {device.type}")
     del trainer
+    gc.collect()
     set_seed(training.seed)
     policy: Any = find_policy(arguments, training, model, tokenizer)
     if isinstance(policy, str):
