@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from support.models import VOCAB
 from support.trees import random_trajectories
 
 from harts_hf import PlannerConfig, RolloutTree
-from harts_hf.bench.clipping import clipping_of
+from harts_hf.bench.clipping import clipping_of, measure_clipping
 from harts_hf.bench.collapsing import CollapsingPlanner, collapse, is_contained
 from harts_hf.bench.ideal import Work, ideal_step, microbatch_constant
 from harts_hf.bench.parity import StepResult, compare, relative_difference, sketch_gradients
@@ -274,3 +275,19 @@ def test_a_total_scales_what_was_sampled_and_says_so():
     assert total["efficiency"] == pytest.approx(0.9) and total["sharing_ratio"] == 20
     with pytest.raises(ValueError, match="passed the parity check"):
         total_of([{**rows[0], "parity": {"passed": False}}])
+
+
+def test_recorded_log_probs_beside_what_trainers_scored():
+    """Trained tokens alone are compared; rows that fill a batch up are left out."""
+    old = StepRollouts.of([group(ROWS[:3], masks=[[0, 0, 1, 0, 1], [0, 1, 1], [0, 1, 1, 1]])], vocab_size=10)
+    mine = [np.full(len(mask), -2.0) for mask in old.masks]
+    stock = [*(values + 1e-6 for values in mine), np.array([5.0])]
+    recorded = tuple(np.where(mask, -2.5, np.nan) for mask in old.masks)
+    scored = {"tree": mine, "stock": stock}
+    found = measure_clipping(replace(old, old_logprobs=recorded), scored, "tree", epsilon=0.2)
+    assert {name: (one.tokens, one.clipped) for name, one in found.items()} == {
+        "recorded": (7, 1.0),
+        "stock": (7, 0.0),
+    }
+    assert found["recorded"].mean == pytest.approx(0.5) and "one-sided" in found["recorded"].cause
+    assert list(measure_clipping(old, scored, "tree", epsilon=0.2)) == ["stock"]
