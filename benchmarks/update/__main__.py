@@ -30,7 +30,7 @@ from harts_hf.bench.plot import plot_rows
 from harts_hf.bench.report import row_of, table_of, total_of
 from harts_hf.bench.results import BenchOptions
 from harts_hf.bench.rollouts import StepRollouts
-from harts_hf.bench.sides import PACKED, STOCK, common_arguments
+from harts_hf.bench.sides import TREE, common_arguments
 from harts_hf.bench.subject import add_lora, word_tokenizer
 from harts_hf.modeling import vocab_size_of
 
@@ -70,13 +70,11 @@ def run(options: argparse.Namespace) -> None:
         begun = time.monotonic()
         groups = steps_in(options.shapes, task.workload, dry=dry)[task.step]
         rollouts = StepRollouts.of(groups, vocab_size=vocab_size_of(model), labels=variant.get("labels", "recorded"))
-        kinds = options.sides or kinds_of(task)
-        if PACKED not in kinds and STOCK not in kinds:
-            kinds = (PACKED, *kinds)  # something has to be compared with
+        kinds = tuple(options.sides or kinds_of(task))
         bench = BenchOptions(
-            budgets=tuple(options.budgets), batch_sizes=tuple(options.batch_sizes), kinds=tuple(kinds),
+            budgets=tuple(options.budgets), batch_sizes=tuple(options.batch_sizes), kinds=kinds,
             steps=options.steps, seconds_per_side=options.max_seconds, fixed=fixed.get(task.workload, {}),
-            old_log_probs=variant.get("old_log_probs", False),
+            old_log_probs=variant.get("old_log_probs", False), baseline_elsewhere=kinds == (TREE,),
         )  # fmt: skip
         try:
             measured = measure_step(

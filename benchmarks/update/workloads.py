@@ -109,7 +109,7 @@ def tasks_of(words: Sequence[str], shapes: Path, *, dry: bool) -> list[Task]:
 
 
 def kinds_of(task: Task) -> tuple[str, ...]:
-    """Sides that run in a step; the tree without another one where they are sampled elsewhere."""
+    """Sides that run in a step; the tree alone where the others are sampled on other steps."""
     workload = WORKLOADS[task.workload]
     unshared = workload.unshared is None or task.step in workload.unshared
     stock = task.step in workload.stock

@@ -66,10 +66,13 @@ class _Bench:
     def run(self) -> StepMeasured:
         for kind in (kind for kind in sides.KINDS if kind in self.options.kinds):
             self._choose(kind)
-        for kinds in ([TREE], [kind for kind in BASELINES if kind != COLLAPSED]):
+        needed = [[TREE]]
+        if not self.options.baseline_elsewhere:
+            needed.append([kind for kind in BASELINES if kind != COLLAPSED])
+        for kinds in needed:
             if not any(kind in self.chosen for kind in kinds):
                 raise ValueError(f"expected a setting of {', '.join(kinds)} that runs, got {self.failures}")
-        judged = [name for name in self.results if name.startswith(TREE)]
+        judged = self._judged()
         dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
         parity = compare(self.results, judged, dtype)
         if parity.passed:
@@ -85,6 +88,27 @@ class _Bench:
             clippings=clippings, decision=self.decision,
         )  # fmt: skip
 
+    def _judged(self) -> list[str]:
+        """The results that have to agree with the first baseline.
+
+        What baselines differ by among themselves is the measure, so a single one is run in smaller microbatches, too.
+        A tree that is alone is compared with itself in smaller ones.
+        """
+        judged = [name for name in self.results if name.startswith(TREE)]
+        baselines = [name for name in self.results if name not in judged]
+        kind = PACKED if PACKED in self.chosen else TREE
+        if len(baselines) < 2 and kind in self.chosen and (kind == PACKED or not baselines):
+            rows = self.rollouts.tree.num_tokens if kind == TREE else self.rollouts.num_tokens
+            half = Setting(kind=kind, size=max(64, min(self.chosen[kind].setting.size, rows) // 2))
+            self.progress(f"comparing with {half.label}")
+            if half.label not in self.results:
+                self._try(half, self.timed[kind], again=False)
+            if kind == TREE:
+                # First: the reference.
+                self.results = {half.label: self.results.pop(half.label), **self.results}
+                judged = [name for name in self.results if name.startswith(TREE) and name != half.label]
+        return judged
+
     def _choose(self, kind: str) -> None:
         """The fastest setting of a kind, by one step after a first that compiles and is compared."""
         settings = self.options.settings(kind, self.rollouts)
@@ -99,6 +123,7 @@ class _Bench:
                 self._forget()
                 continue
             timed.tried[setting.label] = seconds
+            self._collect()
             if seconds < best:
                 best, timed.setting, self.chosen[kind] = seconds, setting, side
             elif kind in sides.STOCK_KINDS:
@@ -130,6 +155,7 @@ class _Bench:
             timed.microbatches[setting.label] = len(side.clock.report.window.schedule.microbatches)
         if again and first < self.options.seconds_per_side:
             side.step()
+        side.clock.report = None
         return side, side.clock.seconds
 
     def _time(self, side: Side, timed: Timed) -> None:
@@ -141,6 +167,7 @@ class _Bench:
             timed.peak_memory = max(timed.peak_memory or 0, clock.peak_memory)
         if clock.clocks:
             timed.clocks.append(clock.clocks)
+        clock.report = None
         timed.clip_fraction = log.get("clip_ratio/region_mean")
 
     def _ideals(self) -> dict[str, Ideal]:
@@ -185,6 +212,11 @@ class _Bench:
     def _forget(self) -> None:
         """After a step that ran out of memory."""
         self.model.zero_grad(set_to_none=True)
-        gc.collect()
+        self._collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _collect(self) -> None:
+        """Trainers are cycles: those that were not chosen would keep tables on the GPU."""
+        if self.device.type == "cuda":
+            gc.collect()

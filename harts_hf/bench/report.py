@@ -92,13 +92,15 @@ def total_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Several steps of one workload as one row: seconds added up, and what follows from the sums.
 
     A baseline that was measured on some of the steps only is scaled by tokens; ``scaled`` names it and the groups
-    that it was measured on.
+    that it was measured on. Ideal and efficiency are of the steps whose stages were timed.
 
     Raises:
-        ValueError: no rows, or one that the parity check refused.
+        ValueError: no rows, one that the parity check refused, or none that was compared with a baseline.
     """
     if not rows or not all(row["parity"]["passed"] for row in rows):
         raise ValueError("expected at least one row, all of which passed the parity check")
+    if all(row["parity"]["reference"].startswith(TREE) for row in rows):
+        raise ValueError("expected at least one step that was compared with a baseline, got none")
     tokens, unique = (sum(row[name] for row in rows) for name in ("tokens", "unique_tokens"))
     seconds = sum(row["seconds"] for row in rows)
     total: dict[str, Any] = {
@@ -128,9 +130,13 @@ def total_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         }
         if len(measured) < len(rows):
             total["scaled"][name] = [group for row in measured for group in row["groups"]]
-    if all("efficiency" in row for row in rows) and "baseline_seconds" in total and "baseline" not in total["scaled"]:
-        ideal = sum(sum(row["ideal_seconds"].values()) for row in rows)
-        total |= {"ideal": total["baseline_seconds"] / ideal, "efficiency": ideal / seconds}
+    timed = [row for row in rows if "efficiency" in row]
+    if timed:
+        ideal = sum(sum(row["ideal_seconds"].values()) for row in timed)
+        total |= {
+            "ideal": sum(row["baseline_seconds"] for row in timed) / ideal,
+            "efficiency": ideal / sum(row["seconds"] for row in timed),
+        }
     return total
 
 

@@ -28,6 +28,8 @@ class BenchOptions:
         seconds_per_side: a side whose timed steps took so long is not timed again.
         fixed: by kind, the one size that it is run with, such as what was fastest on an earlier step.
         old_log_probs: whether TRL scores old log-probs in each step.
+        baseline_elsewhere: whether other steps are compared with a baseline. Then the tree may be the only side, which
+            is compared with itself in smaller microbatches.
         stages: whether to time attention, the rule and the head, in one more step of the tree and of each baseline.
 
     Raises:
@@ -41,6 +43,7 @@ class BenchOptions:
     seconds_per_side: float = 120.0
     fixed: Mapping[str, int] = field(default_factory=dict)
     old_log_probs: bool = False
+    baseline_elsewhere: bool = False
     stages: bool = True
 
     def __post_init__(self) -> None:
@@ -51,7 +54,8 @@ class BenchOptions:
         unknown = [kind for kind in self.kinds if kind not in sides.KINDS]
         if unknown:
             raise ValueError(f"expected sides among {', '.join(sides.KINDS)}, got {', '.join(unknown)}")
-        if TREE not in self.kinds or not set(self.kinds) & {STOCK, SORTED, PACKED}:
+        compared = self.baseline_elsewhere or set(self.kinds) & {STOCK, SORTED, PACKED}
+        if TREE not in self.kinds or not compared:
             raise ValueError(
                 f"expected {TREE} and at least one of {STOCK}, {SORTED}, {PACKED} among the sides, got "
                 f"{', '.join(self.kinds) or 'none'}"

@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace, fields: Sequence[str]) -> bool:
         subject = subject_of_recipe(options, fields, device)
     else:
         subject = _subject(options, device)
-    about = {**about_machine(device), "command": subject.about}
+    about = {**about_machine(next(subject.model.parameters()).device), "command": subject.about}
     print("\n".join(f"{name}: {printable(value)}" for name, value in about.items() if name != "versions"), flush=True)
     return _measure(options, subject, bench, about)
 

@@ -260,7 +260,8 @@ def row(name, seconds, tokens, **more):
     """A step as JSON."""
     return {
         "model": "m", "workload": "w", "groups": [name], "trajectories": 2, "tokens": tokens, "unique_tokens": 10,
-        "seconds": seconds, "planner_share": 0.01, "peak_memory": None, "parity": {"passed": True}, **more,
+        "seconds": seconds, "planner_share": 0.01, "peak_memory": None,
+        "parity": {"passed": True, "reference": "stock 1"}, **more,
     }  # fmt: skip
 
 
@@ -273,6 +274,10 @@ def test_a_total_scales_what_was_sampled_and_says_so():
     assert total["speedup"] == 4.0 and total["speedup_stock"] == 20.0
     assert total["scaled"] == {"stock": ["a"]} and total["baseline_peak_memory"] == 7
     assert total["efficiency"] == pytest.approx(0.9) and total["sharing_ratio"] == 20
+    alone = {"passed": True, "reference": "tree 8"}
+    assert total_of([rows[0], {**rows[1], "parity": alone}])["steps"] == 2
+    with pytest.raises(ValueError, match="one step that was compared with a baseline, got none"):
+        total_of([{**rows[1], "parity": alone}])
     with pytest.raises(ValueError, match="passed the parity check"):
         total_of([{**rows[0], "parity": {"passed": False}}])
 
