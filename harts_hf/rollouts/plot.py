@@ -83,6 +83,7 @@ def draw_segments(axes: Axes, tree: RolloutTree) -> FloatArray:
     axes.set_xlim(0, float(last.max()) * 1.08 + 1)
     axes.set_ylim(float(heights.max()) + 1, -1)
     axes.set_yticks([])
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("depth (tokens)")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, frameon=False)

@@ -60,9 +60,9 @@ def fitting_budget(rows: RowBytes, room: float, *, offload: bool = False, reason
     if count < CHUNK_SIZE:
         needed = rows.head + rows.layer + CHUNK_SIZE * (rows.row + rows.logits) / (1 - KEPT)
         raise DoesNotFitError(
-            f"expected at least {needed / 1e9:,.2f} GB beside weights, gradients and optimizer "
-            f"({rows.head / 1e9:,.2f} GB of them for the head, {rows.row / 1e6:,.2f} MB a row), got {room / 1e9:,.2f} "
-            "GB: take activation checkpointing, another optimizer, adapters, or more processes that share the model"
+            f"expected at least {_size(needed)} beside weights, gradients and optimizer ({_size(rows.head)} of them "
+            f"for the head, {_size(rows.row)} per row), got {_size(room) if room > 0 else 'nothing left'}: take "
+            "activation checkpointing, another optimizer, adapters, or more processes that share the model"
         )
     number = _rounded(min(int(count), MOST_ROWS))
     return Budget(
@@ -71,6 +71,14 @@ def fitting_budget(rows: RowBytes, room: float, *, offload: bool = False, reason
         max_handoff_bytes=None if offload else int(left * HANDED),
         reason=reason,
     )
+
+
+def _size(count: float) -> str:
+    """A number of bytes in the largest unit that leaves it above 1: a model may be tiny."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count:,.0f} bytes"
 
 
 def _rounded(count: int) -> int:
