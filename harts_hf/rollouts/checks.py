@@ -4,6 +4,10 @@ import math
 import operator
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from harts_hf.rollouts.arrays import integer_array, number_array
 from harts_hf.rollouts.episodes import ABSENT, EXACT_MASK, OFF_POLICY, RESERVED_KEYS, ROW_KEYS
 from harts_hf.rollouts.fields import shortened
 
@@ -116,7 +120,8 @@ def _check_absent(absent: Any, with_rows: set[int], num_prompts: int) -> None:
 def _check_tokens(tokens: Any, name: str, vocab_size: int | None) -> None:
     if len(tokens) == 0:
         raise ValueError(f"expected {name} to hold at least one token, got none")
-    low, high = min(tokens), max(tokens)
+    found = integer_array(tokens)
+    low, high = (min(tokens), max(tokens)) if found is None else (found.min(), found.max())
     if low < 0 or (vocab_size is not None and high >= vocab_size):
         raise ValueError(f"expected token ids in [0, {vocab_size}) in {name}, got {low if low < 0 else high}")
 
@@ -127,6 +132,9 @@ def _check_values(values: Any, key: str, row: int, length: int) -> None:
         raise ValueError(f"expected {name} to be a list of {length} entries, got {values!r}")
     if len(values) != length:
         raise ValueError(f"expected {name} to have {length} entries, one per completion token, got {len(values)}")
+    found = number_array(values)
+    if found is not None and _are_good(found, key):
+        return
     for position, value in enumerate(values):
         if key == "env_mask" and value not in (0, 1):
             raise ValueError(f"expected 0 or 1 in {name}, got {value} at position {position}")
@@ -134,3 +142,9 @@ def _check_values(values: Any, key: str, row: int, length: int) -> None:
             continue
         if value is None or not math.isfinite(value):
             raise ValueError(f"expected finite numbers in {name}, got {value} at position {position}")
+
+
+def _are_good(values: NDArray[Any], key: str) -> bool:
+    if key == "env_mask":
+        return bool(((values == 0) | (values == 1)).all())
+    return not np.isinf(values).any() if key == "logprobs" else bool(np.isfinite(values).all())

@@ -27,6 +27,7 @@ from harts_hf.rollouts.episodes import (
     without_absent,
 )
 from harts_hf.rollouts.recorded_rollouts import RecordedRollouts
+from harts_hf.trainers.generated import Generated
 from harts_hf.trainers.grouping import grouped, ungrouped
 from harts_hf.trainers.lengths import log_lengths
 from harts_hf.trainers.off_policy import has_unknown
@@ -89,7 +90,7 @@ class TreeEpisodes:
         self._rows: dict[str, Any] = {}  # of the episodes, what the rollout function returned
         self._given_advantages: list[list[float]] | None = None
         self._given_rewards: list[list[float]] | None = None
-        self._generated: tuple[list[list[int]], list[list[int]]] = ([], [])  # prompts and completions of all rows
+        self._generated: Generated  # of all rows
         self._rewards_per_func: torch.Tensor | None = None
         self.rollout_inputs: list[dict[str, Any]] = []
         super().__init__(model, reward_funcs, args, *more, **kwargs)  # type: ignore[call-arg]
@@ -169,7 +170,6 @@ class TreeEpisodes:
         if self.rollout_func is not None and self.rollout_func != self._collect:
             self._user_rollout_func, self.rollout_func = self.rollout_func, self._collect
         generated = parent._generate(prompts)
-        self._generated = generated[:2]
         if self._episodes is None:
             return generated
         if self.tools:  # TRL has just called them for the last samples
@@ -179,8 +179,8 @@ class TreeEpisodes:
         log_lengths(self, rows, self._episodes)
         if self._has_samples:
             extra_fields = {**extra_fields, "samples": self._samples(prompts, completions)}
-        self._generated = rows["prompt_ids"], rows["completion_ids"]
-        return (*self._generated, rows.get("env_mask"), completions, rows["logprobs"], extra_fields, *images)
+        tokens = rows["prompt_ids"], rows["completion_ids"]
+        return (*tokens, rows.get("env_mask"), completions, rows["logprobs"], extra_fields, *images)
 
     def _samples(self, prompts: list[Any], completions: list[Any]) -> list[list[Any]]:
         """For each episode the completions of its samples, in the form in which TRL gives the last one."""
@@ -210,7 +210,7 @@ class TreeEpisodes:
             ValueError: an infinite reward: TRL would turn what follows from it into huge finite advantages.
             OtherRankError: a reward function failed on another process.
         """
-        episodes = self._episodes
+        episodes, completion_ids_list = self._episodes, self._generated.completion_lists
         if episodes is not None:
             completion_ids_list = [completion_ids_list[row] for row in episodes.last_rows]
         rewards: torch.Tensor
@@ -239,7 +239,11 @@ class TreeEpisodes:
         columns = set(inputs[0])
         self.rollout_inputs = inputs
         parent: Any = super()
-        output: dict[str, Any] = parent._generate_and_score_completions(inputs)
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        self._generated = Generated(self._generate, corrects=corrects)
+        with replaced(self, "_generate", self._generated):
+            output: dict[str, Any] = parent._generate_and_score_completions(inputs)
+        self._generated.add_log_probs(output)
         episodes = self._episodes
         if episodes is None:
             return output

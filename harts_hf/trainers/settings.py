@@ -7,6 +7,7 @@ arguments. What is changed within an object (a list, a dictionary) reaches every
 """
 
 from enum import Enum
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -73,11 +74,18 @@ class SettingsOfSlices:
 
 
 def _is_setting(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
+    kind = type(value)
+    if _is_plain(kind):
+        return True
+    if issubclass(kind, torch.Tensor):
         return value.dim() == 0
-    if isinstance(value, tuple):
-        return all(map(_is_setting, value))
-    return value is None or isinstance(value, bool | int | float | str | np.generic | Enum)
+    return issubclass(kind, tuple) and all(map(_is_setting, value))
+
+
+@lru_cache(maxsize=1024)
+def _is_plain(kind: type) -> bool:
+    """Remembered by type, since every micro-step goes through some 400 attributes."""
+    return kind is type(None) or issubclass(kind, bool | int | float | str | np.generic | Enum)
 
 
 def _same(one: Any, other: Any) -> bool:
