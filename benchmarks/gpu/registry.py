@@ -211,6 +211,7 @@ STEP_ROWS = {
     "1": StepRow(1, "always", True),
     "1-whole": StepRow(1, "always", True, 32768),
     "13": StepRow(13, "always", True, slow=True),
+    "13-whole": StepRow(13, "always", True, 98304, slow=True),
     "0-never": StepRow(0, "never", True, slow=True),
 }
 

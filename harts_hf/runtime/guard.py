@@ -97,9 +97,13 @@ class ModelGuard:
         now = self._sample()
         if _layout(now) != _layout(self._bits):
             _fail("its constants are on other devices, or of other dtypes or shapes")
-        for key, bits in now.items():
-            if not torch.equal(bits.values, self._bits[key].values):
-                _fail(f"values of {_first_difference(bits, self._bits[key].values)} were replaced")
+        # Compared where they are, and waited for once on each device.
+        differ = {key: (bits.values != self._bits[key].values).any() for key, bits in now.items()}
+        for device in {device for device, _ in differ}:
+            keys = [key for key in differ if key[0] == device]
+            for key, found in zip(keys, torch.stack([differ[key] for key in keys]).tolist(), strict=True):
+                if found:
+                    _fail(f"values of {_first_difference(now[key], self._bits[key].values)} were replaced")
 
     def _facts_of(self, parameter: nn.Parameter) -> _Facts:
         is_gathered = hasattr(parameter, "ds_tensor")  # ZeRO-3 gathers into the parameter itself

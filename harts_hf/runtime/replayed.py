@@ -39,4 +39,6 @@ class ReplayedRoutes:
     def flips(self) -> tuple[int, int]:
         """Of the experts that were taken from first forwards, how many the router would not have chosen; and of how
         many (choices of owned rows, over all layers)."""
-        return sum(int(found) for found, _ in self._flips), sum(number for _, number in self._flips)
+        if not self._flips:
+            return 0, 0
+        return int(torch.stack([found for found, _ in self._flips]).sum()), sum(number for _, number in self._flips)

@@ -10,7 +10,7 @@ from harts_hf.batch import LabelTable, RowTable, TreeBatch
 from harts_hf.modeling import ENTROPY, LOG_PROB, TreeAnswer, TreePass, Wanted
 from harts_hf.modeling.handoff import Handoff
 from harts_hf.planner.execution import DUMMY
-from harts_hf.runtime.answers import Answered, inner_product, none_of
+from harts_hf.runtime.answers import Answered, inner_product
 from harts_hf.runtime.guard import ModelGuard
 from harts_hf.runtime.lives import count_readers, handoff_lives
 from harts_hf.runtime.ops import Mode, ops_of
@@ -18,7 +18,7 @@ from harts_hf.runtime.options import RunOptions
 from harts_hf.runtime.ranks import Ranks
 from harts_hf.runtime.replayed import ReplayedRoutes
 from harts_hf.runtime.slices import SliceTable
-from harts_hf.runtime.values import TreeValues, asked
+from harts_hf.runtime.values import TreeValues, asked, on_cpu
 from harts_hf.runtime.window import TreeWindow
 
 Backward = Callable[[torch.Tensor], None]
@@ -86,7 +86,7 @@ class WindowRun:
             kind, index = self._ops[position]
             batch = self._batch(index)
             if index in scored:  # a second S, for what it hands over, while other ranks are scoring yet
-                self._forward(position, names, none_of(batch.labels), none_of(batch.owned))
+                self._forward(position, names, batch.labels.none(), batch.owned.none())
                 continue
             answered = self._forward(position, names, batch.labels, batch.owned)
             scores = self._filled(scores, answered, names)
@@ -100,7 +100,7 @@ class WindowRun:
     @property
     def recompute_difference(self) -> float:
         """The largest difference of a log-prob computed again from its score, so far."""
-        return max((float(found) for found in self._differences), default=0.0)
+        return float(torch.stack(self._differences).max()) if self._differences else 0.0
 
     @property
     def routing_flips(self) -> tuple[int, int]:
@@ -133,10 +133,13 @@ class WindowRun:
             ModelChangedError: the model was changed since the first forward; see :mod:`harts_hf.runtime.guard`.
         """
         self._begin("backward", ("train",))
-        if ENTROPY in coefficients.rows:  # which costs more than its products: left out where no rank has any
-            (needed,) = self.ranks.agree(int(bool((coefficients.rows[ENTROPY] != 0).any())))
-            coefficients = coefficients if needed else coefficients.without([ENTROPY])
-        self._train(coefficients, backward, coefficients.names, coefficients.is_nonzero())
+        wanted = on_cpu(coefficients.is_nonzero())
+        if ENTROPY in wanted:  # which costs more than its products: left out where no rank has any
+            (needed,) = self.ranks.agree(int(wanted[ENTROPY].any()))
+            if not needed:
+                coefficients = coefficients.without([ENTROPY])
+                del wanted[ENTROPY]
+        self._train(coefficients, backward, coefficients.names, wanted)
 
     def backward_unscored(
         self,
@@ -162,7 +165,7 @@ class WindowRun:
             ModelChangedError: the model was changed since the first forward; see :mod:`harts_hf.runtime.guard`.
         """
         self._begin("backward", ("unscored",))
-        self._train(coefficients, backward, (*wanted, *coefficients.sums, *sums), wanted)
+        self._train(coefficients, backward, (*wanted, *coefficients.sums, *sums), on_cpu(wanted))
         return self.scores
 
     def _train(
@@ -175,10 +178,10 @@ class WindowRun:
             kind, index = self._ops[position]
             batch = self._batch(index)
             if kind == "S":  # only for what it hands over
-                self._forward(position, names, none_of(batch.labels), none_of(batch.owned))
+                self._forward(position, names, batch.labels.none(), batch.owned.none())
             elif kind == "F":
-                labels = batch.labels.select(asked(wanted, batch.labels.tree_rows, of_labels=True))
-                rows = batch.owned.select(asked(wanted, batch.owned.tree_rows, of_labels=False))
+                labels = batch.labels.select(asked(wanted, batch.labels.host.tree_rows, of_labels=True))
+                rows = batch.owned.select(asked(wanted, batch.owned.host.tree_rows, of_labels=False))
                 answered = self._forward(position, names, labels, rows)
                 self._answers.setdefault(index, []).append(answered)
                 if not scored:

@@ -74,7 +74,9 @@ class TreeAdvantages:
         index = np.arange(rows) if self._episodes is None else self._episodes.index
         rewards = self._local(total, int(index[-1]) + 1, group_size).cpu().numpy()
         # As they were generated: rows that TRL leaves out as truncated still say what their histories came to.
-        trajectories = [np.concatenate(pair) for pair in zip(self._generated.prompts, self._generated.completions, strict=True)]
+        trajectories = [
+            np.concatenate(pair) for pair in zip(self._generated.prompts, self._generated.completions, strict=True)
+        ]
         prompt_lengths = [len(prompt) for prompt in self._generated.prompts]
         by_policy = trained(output).cpu().numpy()
         spans = [

@@ -55,5 +55,3 @@ class Generated:
                 found = np.array([math.nan if value is None else value for value in values])
             padded[row, : len(values)] = torch.from_numpy(found.astype(np.float32))
         batch[SAMPLING_LOG_PROBS] = padded.to(completion_ids.device)
-
-

@@ -16,7 +16,7 @@ from harts_hf.trainers.micro_steps import SliceLeaves, TRLSlice, active_adapters
 from harts_hf.trainers.planning import planner_of
 from harts_hf.trainers.ranks import AccelerateRanks
 from harts_hf.trainers.router_loss import RouterLoss
-from harts_hf.trainers.rows import PaddedRows, token_ids
+from harts_hf.trainers.rows import PaddedRows, token_ids, without_prompts
 from harts_hf.trainers.settings import SettingsOfSlices, read_settings
 from harts_hf.trainers.skipping import has_custom_loss, reason_to_score
 from harts_hf.trainers.weighing import WEIGHTS, StepTotals
@@ -219,6 +219,10 @@ class TreePolicy:
         known = self._inner.get(id(model))
         return self.trainer.accelerator.unwrap_model(model) if known is None else known
 
+    def _loss_batch(self, one: TRLSlice) -> dict[str, Any]:
+        """What the loss of a slice is given; TRL's own losses read nothing of prompts but which rows they ask for."""
+        return one.batch if has_custom_loss(self.trainer) else without_prompts(one.batch)
+
     def _update(self, model: nn.Module, device: Any) -> TreeUpdate:
         is_policy = self._unwrapped(model) is self._unwrapped(self.trainer.model)
         return TreeUpdate(
@@ -234,8 +238,10 @@ class TreePolicy:
     def _loss_device(self, slices: list[TRLSlice]) -> str | None:
         """The CPU for TRL's own losses and batches of a size that a CPU is quick at: on a GPU a loss is a hundred
         launches, and a wait for each metric. None elsewhere."""
-        largest = max(v.numel() for one in slices for v in one.batch.values() if isinstance(v, torch.Tensor))
-        return "cpu" if largest <= MOST_ON_CPU and not has_custom_loss(self.trainer) else None
+        if has_custom_loss(self.trainer):
+            return None
+        tensors = (v for one in slices for v in without_prompts(one.batch).values() if isinstance(v, torch.Tensor))
+        return "cpu" if max(tensor.numel() for tensor in tensors) <= MOST_ON_CPU else None
 
     def _reason_to_score(self, one: TRLSlice) -> str | None:
         assert self._settings is not None
@@ -248,10 +254,11 @@ class TreePolicy:
         self._settings.apply(one.number)
         trainer = self.trainer
         aux_loss = self.router_loss.of_slice(leaves, one.number, self._num_slices)
-        self._leaves = self._slice_leaves(one.batch, leaves, aux_loss)
+        batch = self._loss_batch(one)
+        self._leaves = self._slice_leaves(batch, leaves, aux_loss)
         try:
             with self.ranks.marked(is_last), trainer.compute_loss_context_manager():
-                loss: Any = trainer.compute_loss(model, one.batch, num_items_in_batch=num_items)
+                loss: Any = trainer.compute_loss(model, batch, num_items_in_batch=num_items)
             if self.totals is not None and not self.totals.even and loss is not self.scaled_loss:
                 raise ValueError(
                     "expected compute_loss to return what the tree trainer's does where episodes have different "

@@ -74,7 +74,7 @@ class SettingsOfSlices:
 
 
 def _is_setting(value: Any) -> bool:
-    kind = type(value)
+    kind: Any = type(value)
     if _is_plain(kind):
         return True
     if issubclass(kind, torch.Tensor):
