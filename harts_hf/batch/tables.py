@@ -48,6 +48,22 @@ def moved_together(tensors: Sequence[torch.Tensor], device: torch.device | str) 
     return [next(copies) if copied else tensor.to(device) for tensor, copied in zip(tensors, is_copied, strict=True)]
 
 
+def read_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each tensor on the CPU; those of a GPU by one copy for each dtype, which is waited for once."""
+    found = [tensor if tensor.is_cuda else tensor.cpu() for tensor in tensors]
+    kinds = {(tensor.device, tensor.dtype) for tensor in tensors if tensor.is_cuda}
+    for device, dtype in kinds:
+        numbers = [i for i, tensor in enumerate(tensors) if (tensor.device, tensor.dtype) == (device, dtype)]
+        joined = torch.cat([tensors[number].reshape(-1) for number in numbers])
+        copy = torch.empty(joined.shape, dtype=dtype, pin_memory=True).copy_(joined, non_blocking=True)
+        parts = copy.split([tensors[number].numel() for number in numbers])
+        for number, part in zip(numbers, parts, strict=True):
+            found[number] = part.view(tensors[number].shape)
+    for device in {device for device, _ in kinds}:
+        torch.cuda.current_stream(device).synchronize()
+    return found
+
+
 class _Place(NamedTuple):
     start: int
     dtype: torch.dtype

@@ -22,14 +22,25 @@ def number_array(row: Any) -> NDArray[Any] | None:
     return _as_array(row, "d", "iuf")
 
 
-def integer_arrays(rows: list[Any]) -> list[Any]:
-    """Each row as :func:`integer_array` gives it, or as it is where that gives none.
+class ReadArrays:
+    """Lists of integers as arrays, each list read once: a group's prompt stands in many rows, checks read before TRL.
 
-    A list that stands in several rows (the prompt of a group) is read once.
+    A list is known by its identity, so it must not change as long as this lives.
     """
-    by_identity = {id(row): row for row in rows}
-    arrays = {key: integer_array(row) for key, row in by_identity.items()}
-    return [row if arrays[id(row)] is None else arrays[id(row)] for row in rows]
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Any, NDArray[Any] | None]] = {}  # lists live as long as their arrays
+
+    def __getitem__(self, row: Any) -> NDArray[Any] | None:
+        """As :func:`integer_array`."""
+        if id(row) not in self._found:
+            self._found[id(row)] = row, integer_array(row)
+        return self._found[id(row)][1]
+
+    def of_rows(self, rows: list[Any]) -> list[Any]:
+        """Each row as an array, or as it is where it is no list of integers."""
+        arrays = [self[row] for row in rows]
+        return [row if array is None else array for row, array in zip(rows, arrays, strict=True)]
 
 
 def _as_array(row: Any, code: str, kinds: str) -> NDArray[Any] | None:

@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harts_hf.rollouts.arrays import integer_array, number_array
+from harts_hf.rollouts.arrays import ReadArrays, number_array
 from harts_hf.rollouts.episodes import ABSENT, EXACT_MASK, OFF_POLICY, RESERVED_KEYS, ROW_KEYS
 from harts_hf.rollouts.fields import shortened
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 
 
-def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int | None = None) -> None:
+def check_rollouts(
+    output: dict[str, Any], num_prompts: int, *, vocab_size: int | None = None, arrays: ReadArrays | None = None
+) -> None:
     """Checks a rollout function's output against TRL's contract, and that of episodes.
 
     Args:
@@ -26,6 +28,7 @@ def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int 
             ``off_policy`` that the policy is compared with ``logprobs``.
         num_prompts: prompts that the function was given; they come repeated.
         vocab_size: if given, token ids are checked against it.
+        arrays: where the arrays of token ids are kept that this makes.
 
     Raises:
         ValueError: missing keys, another number of rows, indices of ``episode`` that are none or do not ascend, an
@@ -55,9 +58,11 @@ def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int 
             )
     if output.get(ABSENT) is not None and output.get("episode") is None:
         _check_absent(output[ABSENT], set(), num_prompts)
+    arrays = ReadArrays() if arrays is None else arrays
     for row in range(num_rows):
         for key in ("prompt_ids", "completion_ids"):
-            _check_tokens(output[key][row], f"{key}[{row}]", vocab_size)
+            tokens = output[key][row]
+            _check_tokens(tokens, arrays[tokens], f"{key}[{row}]", vocab_size)
         length = len(output["completion_ids"][row])
         for key in ("logprobs", "env_mask", "advantages"):
             values = output.get(key)
@@ -117,10 +122,9 @@ def _check_absent(absent: Any, with_rows: set[int], num_prompts: int) -> None:
         raise ValueError(f"expected no rows of an episode that is {ABSENT!r}, got some of episode {both[0]}")
 
 
-def _check_tokens(tokens: Any, name: str, vocab_size: int | None) -> None:
+def _check_tokens(tokens: Any, found: NDArray[Any] | None, name: str, vocab_size: int | None) -> None:
     if len(tokens) == 0:
         raise ValueError(f"expected {name} to hold at least one token, got none")
-    found = integer_array(tokens)
     low, high = (min(tokens), max(tokens)) if found is None else (found.min(), found.max())
     if low < 0 or (vocab_size is not None and high >= vocab_size):
         raise ValueError(f"expected token ids in [0, {vocab_size}) in {name}, got {low if low < 0 else high}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -222,7 +223,7 @@ class WindowRun:
             handoff=self.handoff if batch.imports or batch.exports else None,
             deterministic=options.deterministic,
             fused_modules=options.fused_modules,
-            slice_counts=self._counts_by_slice(index),
+            slice_counts=None if self._slices is None else partial(self._counts_by_slice, self._slices, index),
             routes=self._routes.of(index),
         )
         self.handoff.keeping = self._lives.keeps[position]
@@ -260,14 +261,12 @@ class WindowRun:
     def _batch(self, index: int) -> TreeBatch:
         return self.window.dummy if index == DUMMY else self.window.batches[index]
 
-    def _counts_by_slice(self, index: int) -> torch.Tensor | None:
-        if self._slices is None:
-            return None
+    def _counts_by_slice(self, slices: SliceTable, index: int) -> torch.Tensor:
         if index not in self._slice_counts:
             counts = (
-                torch.zeros(self._slices.count, self.window.dummy.num_rows, dtype=torch.float64)
+                torch.zeros(slices.count, self.window.dummy.num_rows, dtype=torch.float64)
                 if index == DUMMY
-                else self._slices.counts(self.window.tree, self.window.part.microbatches[index])
+                else slices.counts(self.window.tree, self.window.part.microbatches[index])
             )
             self._slice_counts[index] = counts.to(self._batch(index).device)
         return self._slice_counts[index]

@@ -15,6 +15,7 @@ from torch import nn
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
+from harts_hf.rollouts.arrays import ReadArrays
 from harts_hf.rollouts.checks import check_rollouts
 from harts_hf.rollouts.episodes import (
     ABSENT,
@@ -91,6 +92,7 @@ class TreeEpisodes:
         self._given_advantages: list[list[float]] | None = None
         self._given_rewards: list[list[float]] | None = None
         self._generated: Generated  # of all rows
+        self._arrays = ReadArrays()  # of the running generation
         self._rewards_per_func: torch.Tensor | None = None
         self.rollout_inputs: list[dict[str, Any]] = []
         super().__init__(model, reward_funcs, args, *more, **kwargs)  # type: ignore[call-arg]
@@ -128,7 +130,7 @@ class TreeEpisodes:
         return {**output, **{key: [output[key][row] for row in last] for key in keys}}
 
     def _checked(self, output: dict[str, Any], num_prompts: int) -> dict[str, Any]:
-        check_rollouts(output, num_prompts, vocab_size=self._tree.planner.vocab_size)
+        check_rollouts(output, num_prompts, vocab_size=self._tree.planner.vocab_size, arrays=self._arrays)
         unread = [key for key in (TURN_REWARDS, TOKEN_REWARDS) if output.get(key) is not None]
         if unread and not self._reads_token_rewards:
             raise ValueError(
@@ -240,10 +242,15 @@ class TreeEpisodes:
         self.rollout_inputs = inputs
         parent: Any = super()
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        self._generated = Generated(self._generate, corrects=corrects)
+        self._arrays = ReadArrays()
+        # Between what a rollout function returns and TRL's tensors nobody changes a list, unless it is told to.
+        is_ours = self._generate.__module__.startswith("harts_hf.") and not self.tools
+        arrays = self._arrays if is_ours else ReadArrays()
+        self._generated = Generated(self._generate, corrects=corrects, arrays=arrays)
         with replaced(self, "_generate", self._generated):
             output: dict[str, Any] = parent._generate_and_score_completions(inputs)
         self._generated.add_log_probs(output)
+        self._arrays = ReadArrays()
         episodes = self._episodes
         if episodes is None:
             return output

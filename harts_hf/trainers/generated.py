@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from harts_hf.rollouts.arrays import integer_arrays, number_array
+from harts_hf.rollouts.arrays import ReadArrays, number_array
 
 # Entry of TRL's batch: [B, C], the log-probs that rollouts came with.
 SAMPLING_LOG_PROBS = "sampling_per_token_logps"
@@ -20,6 +20,7 @@ class Generated:
         generate: the method.
         corrects: whether TRL corrects by the log-probs of the rollouts; elsewhere it makes nothing but a tensor of
             them, which :meth:`add_log_probs` does instead.
+        arrays: of lists that have been read before.
 
     Attributes:
         prompts: ``[B]`` arrays of token ids (or lists, where they are no integers).
@@ -27,8 +28,8 @@ class Generated:
         completion_lists: ``[B]`` the completions as they were generated, for reward functions.
     """
 
-    def __init__(self, generate: Callable[[list[Any]], Any], *, corrects: bool) -> None:
-        self._generate, self._corrects = generate, corrects
+    def __init__(self, generate: Callable[[list[Any]], Any], *, corrects: bool, arrays: ReadArrays) -> None:
+        self._generate, self._corrects, self._arrays = generate, corrects, arrays
         self._log_probs: list[Any] | None = None
         self.prompts: list[Any] = []
         self.completions: list[Any] = []
@@ -37,8 +38,8 @@ class Generated:
     def __call__(self, prompts: list[Any]) -> tuple[Any, ...]:
         """What ``generate`` answers, with arrays in place of lists of token ids and masks."""
         prompt_ids, self.completion_lists, masks, completions, log_probs, *more = self._generate(prompts)
-        self.prompts, self.completions = integer_arrays(prompt_ids), integer_arrays(self.completion_lists)
-        masks = None if masks is None else integer_arrays(masks)
+        self.prompts, self.completions = map(self._arrays.of_rows, (prompt_ids, self.completion_lists))
+        masks = None if masks is None else self._arrays.of_rows(masks)
         if not self._corrects:
             self._log_probs, log_probs = log_probs, None
         return (self.prompts, self.completions, masks, completions, log_probs, *more)

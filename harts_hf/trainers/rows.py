@@ -76,8 +76,8 @@ class PaddedRows:
 
     def tokens(self, row: int) -> IntArray:
         """The real tokens of a row."""
-        prompt = self.prompt_ids[row][self.prompt_mask[row] != 0]
-        return np.concatenate([prompt, self.completion_ids[row][self.completion_mask[row] != 0]])
+        prompt = _real(self.prompt_ids[row], self.prompt_mask[row])
+        return np.concatenate([prompt, _real(self.completion_ids[row], self.completion_mask[row])])
 
     def trajectories(self) -> list[IntArray]:
         """The real tokens of every row that takes part."""
@@ -100,6 +100,14 @@ class PaddedRows:
         if self.keeps_all:
             takes_part = takes_part | self.prompt_mask.any(axis=1)
         return np.flatnonzero(takes_part).tolist()
+
+
+def _real(ids: IntArray, mask: IntArray) -> IntArray:
+    """``[L]`` the ids where a mask is not 0: a view where padding stands on one side only."""
+    count = np.count_nonzero(mask)
+    if mask[len(mask) - count :].all():
+        return ids[len(ids) - count :]
+    return ids[:count] if mask[:count].all() else ids[mask != 0]
 
 
 def token_ids(batch: dict[str, Any]) -> torch.Tensor:

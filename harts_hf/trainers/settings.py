@@ -14,22 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 
-Owner = str
-Settings = dict[tuple[Owner, str], Any]
+# By owner ("trainer", "args") all attributes; what of them is a setting is looked at where one has changed.
+Settings = dict[str, dict[str, Any]]
+Key = tuple[str, str]
 
 # What forwards read; one tree forward serves all slices of a step.
 OF_THE_FORWARD = (("trainer", "temperature"), ("args", "temperature"), ("args", "cast_lm_head_to_fp32"))
 
 
 def read_settings(trainer: Any) -> Settings:
-    """All settings now."""
-    owners = {"trainer": trainer, "args": trainer.args}
-    return {
-        (owner, name): value
-        for owner, holder in owners.items()
-        for name, value in vars(holder).items()
-        if _is_setting(value)
-    }
+    """All attributes now; hold them no longer than a step."""
+    return {"trainer": dict(vars(trainer)), "args": dict(vars(trainer.args))}
 
 
 class SettingsOfSlices:
@@ -47,17 +42,17 @@ class SettingsOfSlices:
 
     def __init__(self, trainer: Any, taken: list[Settings]) -> None:
         self._trainer = trainer
-        self._changes: list[Settings] = []
-        for before, after in pairwise(taken):
-            self._changes.append({key: v for key, v in after.items() if key in before and not _same(before[key], v)})
-        first, changed = taken[0], {key for change in self._changes for key in change}
-        for key in OF_THE_FORWARD:
-            if key in changed:
+        self._changes: list[dict[Key, Any]] = [_changed(before, after) for before, after in pairwise(taken)]
+        changed = {key for change in self._changes for key in change}
+        first = {(owner, name): taken[0][owner][name] for owner, name in changed if name in taken[0][owner]}
+        for owner, name in OF_THE_FORWARD:
+            if (owner, name) in changed:
+                values = [one[owner][name] for one in taken]
                 raise ValueError(
-                    f"expected the same {key[1]} throughout an optimizer step, got {[one[key] for one in taken]}: one "
-                    "forward serves all of its micro-steps"
+                    f"expected the same {name} throughout an optimizer step, got {values}: one forward serves all of "
+                    "its micro-steps"
                 )
-        self._changes.insert(0, {key: first[key] for key in changed if key in first})
+        self._changes.insert(0, first)
         self._applied = len(taken) - 1
 
     def apply(self, number: int) -> None:
@@ -71,6 +66,19 @@ class SettingsOfSlices:
         """The settings of now where an error came before the last slice; what a loss has adapted since stays."""
         for number in range(self._applied + 1, len(self._changes)):
             self.apply(number)
+
+
+def _changed(before: Settings, after: Settings) -> dict[Key, Any]:
+    """Settings that are others than before."""
+    return {
+        (owner, name): value
+        for owner, attributes in after.items()
+        for name, value in attributes.items()
+        if value is not (earlier := before[owner].get(name, value))
+        and _is_setting(value)
+        and _is_setting(earlier)
+        and not _same(earlier, value)
+    }
 
 
 def _is_setting(value: Any) -> bool:
