@@ -1,12 +1,11 @@
 """One rank fails: every rank raises with its rank and its words, or the job ends; nobody waits, no step is wrong."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from support.launching import launch, run_processes
 
 SCRIPT = Path(__file__).parent / "fail_ranks.py"
 # What rank 0 and rank 1 raise.
@@ -22,32 +21,25 @@ EXPECTED = {
     "plans": ("the same plan on every process, got the hashes",) * 2,
     "reward": ("OtherRankError: process 1 raised LookupError: no such test", "LookupError: no such test"),
     "advantages": ("ValueError: expected finite advantages", "process 0 raised ValueError: expected finite adv"),
+    # Once more with half the rows, and then
     "scoring": ("process 1 raised OutOfMemoryError: no memory is left", "OutOfMemoryError: no memory is left"),
+    "again": ("process 1 raised OutOfMemoryError: no memory is left in", "had run out with 128 in the same step"),
+    # The step is begun again on both.
+    "planned": ("nothing was raised; out of memory 0, 64 rows",) * 2,
+    "forward": ("nothing was raised; out of memory 1, 64 rows",) * 2,
+    "backward": ("nothing was raised; out of memory 1, 64 rows",) * 2,
 }
 pytestmark = pytest.mark.distributed
-
-
-def launch(*arguments: str) -> subprocess.CompletedProcess:
-    """Two processes."""
-    support = str(SCRIPT.parents[1])
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [support, os.environ.get("PYTHONPATH")])),
-    }
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
-    return subprocess.run(
-        [sys.executable, *command, *arguments], env=environment, capture_output=True, text=True, timeout=300
-    )
 
 
 @pytest.fixture(scope="module")
 def raised(tmp_path_factory):
     """What each rank raised, by failure; the processes go on to the next one."""
     folder = tmp_path_factory.mktemp("failures")
-    done = launch(str(folder), "ddp", *EXPECTED)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {name: [(folder / f"{name}-{rank}").read_text() for rank in (0, 1)] for name in EXPECTED}
+    run_processes(SCRIPT, folder, "ddp", *EXPECTED)
+    found = {name: [(folder / f"{name}-{rank}").read_text() for rank in (0, 1)] for name in EXPECTED}
+    found["parameters"] = {path.stem: torch.load(path) for path in folder.glob("*.pt")}
+    return found
 
 
 @pytest.mark.parametrize("failure", EXPECTED)
@@ -57,9 +49,20 @@ def test_all_ranks_raise(failure, raised):
         assert expected in found
 
 
+@pytest.mark.parametrize("failure", ["forward", "backward"])
+def test_a_step_that_was_begun_again(failure, raised):
+    """One rank ran out of memory before the last backward: both train as if half the rows had been planned."""
+    for rank in (0, 1):
+        for found, planned in zip(
+            raised["parameters"][f"{failure}-{rank}"], raised["parameters"]["planned-0"], strict=True
+        ):
+            assert torch.equal(found, planned)
+
+
 def test_inside_an_op(tmp_path):
     """Nobody can be told: that process ends with its error in the log, and the launcher ends the others."""
     started = time.perf_counter()
-    done = launch(str(tmp_path), "fsdp2", "op")
+    done = launch(SCRIPT, tmp_path, "fsdp2", "op")
     assert done.returncode != 0 and "no memory is left in an op" in done.stderr
+    assert "cannot be begun again where processes share parameters" in done.stderr
     assert time.perf_counter() - started < 240
