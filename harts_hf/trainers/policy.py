@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -61,7 +62,8 @@ class TreePolicy:
         self.scaled_loss: torch.Tensor | None = None  # what TreeEpisodes made of TRL's latest loss
         self._leaves: SliceLeaves | None = None
         self._settings: SettingsOfSlices | None = None
-        self._inner: dict[int, Any] = {}
+        # Models without Accelerate's wrappers: to find one takes milliseconds.
+        self._inner: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
         self._num_slices = 0  # of the running step
 
     @property
@@ -73,6 +75,10 @@ class TreePolicy:
     def is_in_loss(self) -> bool:
         """Whether the loss of a slice is being computed."""
         return self._leaves is not None
+
+    def active_adapters(self) -> Any:
+        """Of the policy; see :func:`harts_hf.trainers.micro_steps.active_adapters`."""
+        return active_adapters(self._unwrapped(self.trainer.model))
 
     def add_slice(self, batch: dict[str, Any]) -> None:
         """Keeps the batch of a micro-step until the optimizer step's last one."""
@@ -161,14 +167,12 @@ class TreePolicy:
         if loss_device is not None:
             num_items = num_items.cpu() if isinstance(num_items, torch.Tensor) else num_items
             slices = [replace(one, batch=batch) for one, batch in zip(slices, on_cpu(slices), strict=True)]
-        self._inner = {id(one): self._unwrapped(one) for one in (model, self.trainer.model)}
         self._num_slices = len(slices)
         try:
             return self._run(model, slices, num_items, loss_device)
         finally:
             self._settings.restore()
             self.totals = self.scaled_loss = None
-            self._inner = {}
 
     def _run(self, model: nn.Module, slices: list[TRLSlice], num_items: Any, loss_device: str | None) -> UpdateReport:
         """The update of a step, with TRL's own loss; what a kind of training does in its own way."""
@@ -226,13 +230,17 @@ class TreePolicy:
             rows=token_ids(batch),
             aux_loss=aux_loss,
             with_grad=torch.is_grad_enabled(),
-            adapters=active_adapters(self._unwrapped(self.trainer.model)),
+            adapters=self.active_adapters(),
         )
 
     def _unwrapped(self, model: Any) -> Any:
-        """The model inside Accelerate's wrappers; during a step known, since finding it takes milliseconds."""
-        known = self._inner.get(id(model))
-        return self.trainer.accelerator.unwrap_model(model) if known is None else known
+        """The model inside Accelerate's wrappers."""
+        known = self._inner.get(model)
+        found = None if known is None else known()
+        if found is None:
+            found = self.trainer.accelerator.unwrap_model(model)
+            self._inner[model] = ref(found)
+        return found
 
     def _loss_batch(self, one: TRLSlice) -> dict[str, Any]:
         """What the loss of a slice is given; TRL's own losses read nothing of prompts but which rows they ask for."""
