@@ -28,6 +28,7 @@ from harts_hf.rollouts.episodes import (
     without_absent,
 )
 from harts_hf.rollouts.recorded_rollouts import RecordedRollouts
+from harts_hf.trainers.decoding import decoding, reads_texts
 from harts_hf.trainers.generated import Generated
 from harts_hf.trainers.grouping import grouped, ungrouped
 from harts_hf.trainers.lengths import log_lengths
@@ -99,6 +100,7 @@ class TreeEpisodes:
         if isinstance(self.rollout_func, RecordedRollouts):
             self.rollout_func.check_trainer(self)
         # Outside whatever a subclass makes of it.
+        self._calculates_rewards = self._calculate_rewards
         self._calculate_rewards = functools.partial(self._rewards_of, self._calculate_rewards)
 
     def _collect(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -168,9 +170,12 @@ class TreeEpisodes:
         return any(of_rank.unknown for of_rank in states), any(of_rank.absent for of_rank in states)
 
     def _generate(self, prompts: list[Any]) -> Any:
-        parent: Any = super()
         if self.rollout_func is not None and self.rollout_func != self._collect:
             self._user_rollout_func, self.rollout_func = self.rollout_func, self._collect
+        with decoding(self.processing_class, self._arrays, reads=reads_texts(self, self._calculates_rewards)):
+            return self._generate_episodes(prompts, super())
+
+    def _generate_episodes(self, prompts: list[Any], parent: Any) -> Any:
         generated = parent._generate(prompts)
         if self._episodes is None:
             return generated

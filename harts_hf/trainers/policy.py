@@ -282,7 +282,7 @@ class TreePolicy:
         batch = self._loss_batch(one)
         self._leaves = self._slice_leaves(batch, leaves, aux_loss)
         try:
-            with self.ranks.marked(is_last), trainer.compute_loss_context_manager():
+            with self.ranks.marked(is_last), self.ranks.gathering_alone(), trainer.compute_loss_context_manager():
                 loss: Any = trainer.compute_loss(model, batch, num_items_in_batch=num_items)
             if self.totals is not None and not self.totals.even and loss is not self.scaled_loss:
                 raise ValueError(

@@ -6,9 +6,11 @@ seen: numbers (NumPy's and tensors of one number too), strings, bools, enums and
 arguments. What is changed within an object (a list, a dictionary) reaches every slice.
 """
 
+from collections.abc import Iterable
 from enum import Enum
 from functools import lru_cache
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -73,12 +75,18 @@ def _changed(before: Settings, after: Settings) -> dict[Key, Any]:
     return {
         (owner, name): value
         for owner, attributes in after.items()
-        for name, value in attributes.items()
-        if value is not (earlier := before[owner].get(name, value))
-        and _is_setting(value)
-        and _is_setting(earlier)
-        and not _same(earlier, value)
+        for name, earlier, value in _replaced(before[owner], attributes)
+        if _is_setting(value) and _is_setting(earlier) and not _same(earlier, value)
     }
+
+
+def _replaced(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Name, object before and object now of attributes that hold another object; hundreds do not, of each slice."""
+    if list(before) == list(after):
+        names: Iterable[str] = compress(after, map(is_not, before.values(), after.values()))
+    else:
+        names = (name for name, value in after.items() if value is not before.get(name, value))
+    return [(name, before[name], after[name]) for name in names]
 
 
 def _is_setting(value: Any) -> bool:

@@ -14,6 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.base_trainer import _BaseTrainer
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
+from harts_hf.rollouts import agent_reward, environment_reward, recorded_reward
 from harts_hf.trainers import policy
 
 CUT = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "max_steps": 1}
@@ -147,6 +148,30 @@ def test_reward_functions_get_lists(tmp_path):
 
     batch_of(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, rollouts, reward)
     assert all(one is other for one, other in zip(given, seen, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("reads", "options", "decoded"), [(True, {}, True), (False, {}, False), (False, {"log_completions": True}, True)]
+)
+def test_texts_that_nobody_reads_are_not_made(reads, options, decoded, tmp_path):
+    """A reward function may say that it reads no completions; where they are logged, they are made all the same."""
+    seen = []
+
+    def reward(completions, **_):
+        seen.extend(completions)
+        return [0.0] * len(completions)
+
+    reward.reads_texts = reads
+    batch_of(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, recorded.rollout_func, reward, **options)
+    ids = [row for prompt in ("p0", "p1") for row in recorded.rollouts_of(prompt)["completion_ids"]]
+    texts = recorded.tokenizer().batch_decode(ids, skip_special_tokens=True)
+    assert seen == (texts if decoded else [""] * len(ids))
+
+
+@pytest.mark.parametrize("reward", [agent_reward, environment_reward, recorded_reward], ids=lambda one: one.__name__)
+def test_our_reward_functions_read_no_texts(reward):
+    """Rollouts come with what they say."""
+    assert not reward.reads_texts
 
 
 def test_changed_rows_reach_the_batch(tmp_path):

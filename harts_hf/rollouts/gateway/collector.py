@@ -370,6 +370,9 @@ def agent_reward(*, agent_reward: list[float | None], **_: Any) -> list[float | 
     return agent_reward
 
 
+agent_reward.reads_texts = False  # type: ignore[attr-defined]
+
+
 def _vllm_chat(trainer: Any, tokenizer: Any, limits: LengthLimits, engine: Engine) -> TurnSource:
     settings = SamplingSettings.from_args(trainer.args, tuple(trainer.eos_token_ids))
     return VLLMChatTurns(tokenizer, VLLMServer.of_engine(engine), settings=settings, limits=limits)
