@@ -83,8 +83,8 @@ CASES = {
     ),
     "cuda": Case(
         device="cuda", model={**QWEN, "num_hidden_layers": 8, "layer_types": PERIOD * 2}, conversations=40,
-        system=1000, task=(200, 1000), turn=(100, 600), answer=(100, 1200), batch_size=2, accumulation=16, warm=1, timed=2,
-        learning_rate=1e-6, sharing=("always", "never"),
+        system=1000, task=(200, 1000), turn=(100, 600), answer=(100, 1200), batch_size=2,
+        accumulation=16, warm=1, timed=2, learning_rate=1e-6, sharing=("always", "never"),
         # bfloat16, in which stock TRL adds up the gradients of its 16 microbatches.
         budgets={"losses": 2e-3, "gradients": 5e-2},
     ),

@@ -10,6 +10,7 @@ from harts_hf.cli.dry_run.rollouts import PlannedRollouts, rows_per_step
 from harts_hf.cli.launching import Launch
 from harts_hf.cli.output import printable
 from harts_hf.cli.train_arguments import TrainArguments
+from harts_hf.cli.trainer_kinds import TRAINERS
 
 WIDTH, INDENT = 120, 13
 
@@ -25,7 +26,7 @@ class Findings:
         launch: processes and backend.
         model: the policy, adapters included, on the meta device.
         counts: its parameters: all, and those that are trained.
-        data: prompts to train on.
+        data: prompts (of supervised training rows) to train on.
         planned: the rollouts of a step.
         plan: how they are run.
         memory: its parts.
@@ -76,6 +77,8 @@ def _line(name: str, text: str) -> list[str]:
 def _trainer(found: Findings) -> str:
     arguments, training = found.arguments, found.training
     source = arguments.source
+    if TRAINERS[arguments.trainer].is_supervised:
+        return f"{arguments.trainer}; rows from {printable(arguments.dataset_name or arguments.recorded_rollouts)}"
     origin = f"{source} {printable(getattr(arguments, source))}" if source else "TRL's own generation"
     sampler = f"vLLM ({training.vllm_mode})" if training.use_vllm else "the trainer's own model"
     if source == "recorded_rollouts":
@@ -95,15 +98,21 @@ def _model(found: Findings) -> str:
 def _step(found: Findings) -> str:
     training, launch = found.training, found.launch
     own = rows_per_step(training)
+    if TRAINERS[found.arguments.trainer].is_supervised:
+        return f"{own * launch.num_processes:,} rows ({own} on each process){_of(found.data, 'rows')}"
     prompts = own * launch.num_processes / training.num_generations
     text = (
         f"{own * launch.num_processes:,} rollouts ({own} on each process), of {prompts:g} prompts with "
         f"{training.num_generations} each, at most {training.max_completion_length:,} sampled tokens or so a rollout"
     )
+    return text + _of(found.data, "prompts")
+
+
+def _of(data: Any, what: str) -> str:
     try:
-        return f"{text}; {len(found.data):,} prompts to train on" if found.data is not None else text
+        return "" if data is None else f"; {len(data):,} {what} to train on"
     except TypeError:  # a stream
-        return text
+        return ""
 
 
 def _plan(plan: StepPlan) -> str:
