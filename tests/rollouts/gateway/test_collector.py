@@ -310,7 +310,7 @@ def test_a_failure_costs_its_episode(trainer, collect, caplog, how):
 
 
 def test_a_limit_that_ended_an_episode_is_said(trainer, collect):
-    """Turns and time; not an agent that raised, nor one whose turns may be short. A turn that takes all room is one."""
+    """Turns, time, a turn that takes all room; not an agent that raised, nor turns that may be short."""
     for how in ("asks for ever", "hangs", "raises"):
         collector = collect(
             sometimes(how), max_turns=3, timeout=0.7 if how == "hangs" else 30, max_concurrent=1, failure_reward=0.0
