@@ -3,7 +3,7 @@
 torchrun --nproc_per_node 2 train_ppo.py FOLDER WAY ...
 
 A way is a backend ("ddp", "fsdp2", "zero2", "zero3") and, each after a hyphen, "model" (values of a model of its own),
-"lora", "resumed" (trained once more from its second checkpoint).
+"lora", "resumed" (by AdamW instead of SGD, and once more from its second checkpoint).
 """
 
 import os
@@ -20,7 +20,7 @@ def build(folder, way, rollouts):
     """The trainer of a way, which writes into ``folder``."""
     from support import recorded
     from support.models import tiny_model
-    from support.ppo_runs import DISTRIBUTED, FAMILY, arguments, give_head, with_adapters
+    from support.ppo_runs import ADAMW, DISTRIBUTED, FAMILY, arguments, give_head, with_adapters
 
     from harts_hf import TreePPOConfig, TreePPOTrainer
 
@@ -33,7 +33,7 @@ def build(folder, way, rollouts):
         model = with_adapters(model)
         options["gradient_checkpointing"] = False  # which TRL makes reentrant for ZeRO-3 with adapters
     if "resumed" in more:
-        options |= {"save_strategy": "steps", "save_steps": 2}
+        options |= {"save_strategy": "steps", "save_steps": 2, **ADAMW}
     args = TreePPOConfig(**arguments(folder, **options))
     if backend == "fsdp2":
         allow_fsdp_on_cpu()

@@ -30,6 +30,9 @@ DISTRIBUTED = {
     "value_learning_rate": 0.04,
 }
 
+# So large an epsilon makes rounding no larger, and leaves something of the gradients' sizes.
+ADAMW = {"optim": "adamw_torch", "adam_epsilon": 1.0, "learning_rate": 0.5, "value_learning_rate": 0.2}
+
 
 def with_adapters(model: Any) -> Any:
     """A model with LoRA, always the same, which says something from the start."""
