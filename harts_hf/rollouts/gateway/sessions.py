@@ -138,7 +138,7 @@ class Session:
 
     @contextmanager
     def _while_open(self) -> Iterator[None]:
-        """Notes what does not fit. What fails because the episode has ended meanwhile is no failure of the engine's."""
+        """Notes what has no room. What fails because the episode is over by now is no failure of the engine's."""
         try:
             yield
         except ApiError as error:
