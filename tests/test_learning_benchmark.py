@@ -1,4 +1,4 @@
-"""What trained policies are compared with: players in benchmarks/learning.py, one another in benchmarks/algorithms.py."""
+"""What trained policies are compared with: players in benchmarks.learning, one another in benchmarks.algorithms."""
 
 import pytest
 
