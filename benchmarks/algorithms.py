@@ -85,7 +85,9 @@ def plot(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
                 continue
             rewards = averaged(curves)
             steps = [step for step, _ in next(iter(curves.values()))][WINDOW - 1 :]
-            (line,) = axes.plot(steps, rewards.mean(axis=0), label=f"{way} ({len(curves)} seeds)")
+            (line,) = axes.plot(
+                steps, rewards.mean(axis=0), label=f"{way} ({len(curves)} seed{'s' if len(curves) > 1 else ''})"
+            )
             axes.fill_between(steps, rewards.min(axis=0), rewards.max(axis=0), color=line.get_color(), alpha=0.15)
         axes.set_title(title)
         axes.set_xlabel("training step (128 rollouts)")
