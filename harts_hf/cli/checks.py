@@ -55,15 +55,24 @@ def _is_part_of(output: str, name: str) -> bool:
     return new.samefile(old) or (new.is_file() and old in new.parents)
 
 
-def check_output_folder(option: str, name: str) -> None:
+def check_output_folder(option: str, name: str, *, makes: bool = True) -> None:
     """Makes the folder that ``option`` says and checks that files can be written into it.
+
+    Args:
+        option: what names it.
+        name: the folder.
+        makes: if not, nothing is made: where it is not there, the nearest folder above it is tried.
 
     Raises:
         ValueError: they cannot; the message names the option, the folder and the reason.
     """
     try:
-        Path(name).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=name):
+        folder = Path(name)
+        if makes:
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            folder = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ValueError(

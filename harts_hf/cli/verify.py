@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import harts_hf
 from harts_hf.cli.checks import check_output_file, find_device, refuse_to_overwrite, seed
-from harts_hf.cli.loading import add_rollouts, is_random, load_model, load_tokenizer, read_rollouts, summary
+from harts_hf.cli.loading import add_rollouts, is_random, load_model, read_rollouts, summary, tokenizer_on_demand
 from harts_hf.cli.output import printable, write_json
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _tokenizer(options: argparse.Namespace) -> Any:
         if not (Path(options.model) / "tokenizer_config.json").is_file():
             return None
         name = options.model
-    return load_tokenizer(name)
+    return tokenizer_on_demand(name)
 
 
 def _draws(groups: Sequence["RolloutGroup"], model: Any, options: argparse.Namespace) -> list["Draw"]:

@@ -113,17 +113,26 @@ class TreeRolloutCollector:
         self._policy.check(max_turns=self._max_turns, num_episodes=args.num_generations)
 
     def check_tokenizer(self, tokenizer: Any, *, use_vllm: bool) -> None:
-        """Checks before anything is sampled that ``chat`` has a template; what else it has to do shows in its use.
+        """Checks before anything is sampled that messages have a chat template, and tools one that writes them.
+
+        An environment is made for it, and closed.
 
         Args:
             tokenizer: of the policy.
             use_vllm: whether a server samples; it makes no difference.
 
         Raises:
-            ValueError: ``chat``, and a tokenizer without a chat template.
+            ValueError: ``chat`` or environments whose turns are messages, and a tokenizer without a chat template;
+                tools, and a template that does not write them or whose calls TRL cannot parse.
         """
-        if self._chat:
-            ChatWriter(tokenizer, end_ids=())
+        environment = self._environment()
+        try:
+            if self._chat or environment.takes_messages:
+                writer = ChatWriter(tokenizer, end_ids=())
+                if environment.offers_tools:
+                    writer.check_tools()
+        finally:
+            environment.close()
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Samples one tree per prompt group.

@@ -67,25 +67,28 @@ def place(
         OtherRankError: those of another rank.
     """
     if ranks.count == 1:
-        chosen = planner.with_execution_chosen(can_skip_scoring=can_skip_scoring)
-        return Placed(window=chosen(own or [stand_in()]), planner=chosen, first=0, placement="local")
-    planners = _planners(planner, can_skip_scoring)
+        tree = RolloutTree.from_trajectories(own or [stand_in()])
+        (chosen,) = _planners(planner, [can_skip_scoring], tree.num_tokens)
+        return Placed(window=chosen(tree), planner=chosen, first=0, placement="local")
+    may_skip = _choices(planner, can_skip_scoring)
     if choice == "local":
-        return _placed_locally(planners, own or [stand_in()], ranks)[0]
+        return _placed_locally(planner, may_skip, own or [stand_in()], ranks)[0]
     everyone = ranks.gather_arrays(own)
     first = sum(map(len, everyone[: ranks.index]))
     together = [tokens for part in everyone for tokens in part] or ranks.gather_arrays([stand_in()])[0]
     with ranks.together():
         tree = RolloutTree.from_trajectories(together)
+        planners = _planners(planner, may_skip, -(-tree.num_tokens // ranks.count))
         found = [(one, one(tree, rank=ranks.index)) for one in (_for_ranks(one, ranks.count) for one in planners)]
     used, window = min(found, key=lambda pair: pair[1].schedule.estimated_seconds)
     check_same_plan(window.schedule, names, ranks)  # before estimates, which decide what ranks do next, are compared
     seconds = window.schedule.estimated_seconds + exchange_seconds(tree.num_tokens)
     if choice == "auto" and planner.config.sharing != "always":
         alone = own or [stand_in()]
-        least = min(_least_seconds(alone, one.config) for one in planners)
+        largest = planner.config.max_tokens_per_microbatch  # a local plan may have larger microbatches
+        least = min(_least_seconds(alone, replace(one.config, max_tokens_per_microbatch=largest)) for one in planners)
         if seconds > _agreed(ranks, least):  # else no local plan can be faster
-            local, local_seconds = _placed_locally(planners, alone, ranks)
+            local, local_seconds = _placed_locally(planner, may_skip, alone, ranks)
             if _agreed(ranks, local_seconds) < _agreed(ranks, seconds):
                 return local
     return Placed(window=window, planner=used, first=first, placement="global")
@@ -96,20 +99,26 @@ def exchange_seconds(num_rows: int) -> float:
     return EXCHANGE_SECONDS + EXCHANGE_SECONDS_PER_ROW * num_rows
 
 
-def _planners(planner: WindowPlanner, can_skip_scoring: bool) -> list[WindowPlanner]:
+def _choices(planner: WindowPlanner, can_skip_scoring: bool) -> list[bool]:
     """Executions to choose from: on several ranks, nested ones may need so many dummies that replay is faster."""
-    choices = [False, True] if can_skip_scoring and planner.config.execution == "auto" else [can_skip_scoring]
-    return [planner.with_execution_chosen(can_skip_scoring=can) for can in choices]
+    return [False, True] if can_skip_scoring and planner.config.execution == "auto" else [can_skip_scoring]
+
+
+def _planners(planner: WindowPlanner, may_skip: Sequence[bool], num_rows: int) -> list[WindowPlanner]:
+    return [planner.with_execution_chosen(can_skip_scoring=can, num_rows=num_rows) for can in may_skip]
 
 
 def _for_ranks(planner: WindowPlanner, count: int) -> WindowPlanner:
     return replace(planner, config=replace(planner.config, world_size=count))
 
 
-def _placed_locally(planners: Sequence[WindowPlanner], own: Sequence[IntArray], ranks: Ranks) -> tuple[Placed, float]:
+def _placed_locally(
+    planner: WindowPlanner, may_skip: Sequence[bool], own: Sequence[IntArray], ranks: Ranks
+) -> tuple[Placed, float]:
     """The window of this rank's own trajectories, in the execution that is fastest for the slowest rank."""
     with ranks.together():
         tree = RolloutTree.from_trajectories(own)
+        planners = _planners(planner, may_skip, tree.num_tokens)
         windows = [one(tree) for one in planners]
     seconds = [_agreed(ranks, window.schedule.estimated_seconds) for window in windows]
     best = int(np.argmin(seconds))

@@ -19,6 +19,7 @@ class UpdateReport:
         limits_raised: whether a limit of the plan could not be kept.
         scoring_skipped: whether the scoring pass of a cut plan was left out. (A window of one microbatch has none: its
             one forward scores and trains.)
+        scoring_kept: whether the losses saw what an earlier pass on the same weights had scored.
         scoring_needed_by: what made one necessary; None where nothing did.
         recompute_difference: the largest difference of a log-prob computed again from its score.
         seconds: of ``planning``, ``scoring``, ``backward``; on several ranks, ``exchange`` is the part of them in
@@ -40,3 +41,4 @@ class UpdateReport:
     exchanged_bytes: int = 0
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     routing_flips: tuple[int, int] = (0, 0)
+    scoring_kept: bool = False

@@ -41,7 +41,7 @@ class WindowRun:
     whoever runs it adds them up. Coefficients are those of all ranks' losses.
 
     Raises:
-        ValueError: a mode that the plan's execution does not have, or a plan for other processes than these.
+        ValueError: another mode, or a plan for other processes than these.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class WindowRun:
         self._routes = ReplayedRoutes(replays=self.options.replay_routing)
         self._slice_counts: dict[int, torch.Tensor] = {}
         self._scores: TreeValues | None = None
+        self._known: torch.Tensor | None = None  # log-probs to compare later ones with
         self._mode = mode
         self._begun: set[str] = set()
         self._guard: ModelGuard | None = None
@@ -95,6 +96,7 @@ class WindowRun:
             if index != DUMMY:
                 scored.add(index)
         self._scores = scores
+        self._known = self.scores.rows.get(LOG_PROB)
         return self.scores
 
     @property
@@ -133,26 +135,28 @@ class WindowRun:
             ModelChangedError: the model was changed since the first forward; see :mod:`harts_hf.runtime.guard`.
         """
         self._begin("backward", ("train",))
-        if ENTROPY in coefficients.rows:  # which costs more than its products: left out where no rank has any
-            (needed,) = self.ranks.agree(int(bool((coefficients.rows[ENTROPY] != 0).any())))
-            coefficients = coefficients if needed else coefficients.without([ENTROPY])
+        coefficients = self._without_idle_entropy(coefficients)
         self._train(coefficients, backward, coefficients.names, coefficients.is_nonzero())
 
     def backward_unscored(
         self,
         coefficients: TreeValues,
-        wanted: Masks,
+        wanted: Masks | None = None,
         backward: Backward | None = None,
         *,
         sums: tuple[str, ...] = (),
+        known: torch.Tensor | None = None,
     ) -> TreeValues:
-        """The schedule without a scoring pass, for coefficients that do not depend on what is scored.
+        """The schedule without a scoring pass, for coefficients that are known before it.
 
         Args:
             coefficients: derivatives of the loss, on the model's device.
-            wanted: by name, ``[N]`` bool, rows whose values are asked for, among them every row with a coefficient.
+            wanted: by name, ``[N]`` bool, rows whose values are asked for, among them every row with a coefficient;
+                those alone if None.
             backward: called with each microbatch's scalar; the ranks' if None.
             sums: names of sums without coefficients that are asked for.
+            known: ``[N]`` log-probs of an earlier pass, NaN where they are not known; what differs from them is left
+                in ``recompute_difference``.
 
         Returns:
             Values of the wanted rows, 0 elsewhere, and the sums that have coefficients or are asked for.
@@ -162,8 +166,19 @@ class WindowRun:
             ModelChangedError: the model was changed since the first forward; see :mod:`harts_hf.runtime.guard`.
         """
         self._begin("backward", ("unscored",))
+        self._known = known
+        if wanted is None:
+            coefficients = self._without_idle_entropy(coefficients)
+            wanted = coefficients.is_nonzero()
         self._train(coefficients, backward, (*wanted, *coefficients.sums, *sums), wanted)
         return self.scores
+
+    def _without_idle_entropy(self, coefficients: TreeValues) -> TreeValues:
+        """Entropy costs more than its products: left out where no rank has a derivative by it."""
+        if ENTROPY not in coefficients.rows:
+            return coefficients
+        (needed,) = self.ranks.agree(int(bool((coefficients.rows[ENTROPY] != 0).any())))
+        return coefficients if needed else coefficients.without([ENTROPY])
 
     def _train(
         self, coefficients: TreeValues, backward: Backward | None, names: tuple[str, ...], wanted: Masks
@@ -185,8 +200,7 @@ class WindowRun:
                     self._scores = self._filled(self._scores, answered, names)
             else:
                 answered = self._answers[index].pop()
-                if scored:
-                    self._compare(answered)
+                self._compare(answered)
                 self._check_model()
                 self._backward(position, answered, coefficients, backward)
                 del answered  # what is left of its graph
@@ -203,10 +217,7 @@ class WindowRun:
             (backward or self.ranks.backward)(inner_product(answered, coefficients))
 
     def _around(self, position: int) -> AbstractContextManager[object]:
-        kind, index = self._ops[position]
-        if kind != "F":
-            return nullcontext()
-        return self.ranks.around_forward(self.model, syncs=self._ops[position + 1 :] == [("B", index)])
+        return self.ranks.around_forward(self.model) if self._ops[position][0] == "F" else nullcontext()
 
     def _forward(self, position: int, names: tuple[str, ...], labels: LabelTable, rows: RowTable) -> Answered:
         kind, index = self._ops[position]
@@ -275,9 +286,10 @@ class WindowRun:
 
     def _compare(self, answered: Answered) -> None:
         tree_rows = answered.tree_rows(LOG_PROB)
-        if self._scores is not None and LOG_PROB in self._scores.rows and len(tree_rows):
-            before = self._scores.rows[LOG_PROB][tree_rows]
-            self._differences.append((answered.answer["rows"][LOG_PROB].detach() - before).abs().max())
+        if self._known is not None and len(tree_rows):
+            before = self._known[tree_rows]
+            differences = (answered.answer["rows"][LOG_PROB].detach() - before).abs()
+            self._differences.append(differences.where(~before.isnan(), 0.0).max())
 
     def _filled(self, scores: TreeValues | None, answered: Answered, names: tuple[str, ...]) -> TreeValues:
         return answered.filled_into(scores, names, self.window.tree.num_tokens)

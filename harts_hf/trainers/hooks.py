@@ -7,6 +7,7 @@ from torch import nn
 
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling import patch
+from harts_hf.modeling.checkpointing import allow_some_layers
 from harts_hf.modeling.checks import check_trainable
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.expert_load import ExpertBiasUpdate, ExpertLoadFiles, send_bias_to_engines
@@ -72,6 +73,7 @@ class TreeHooks(TreeCheckpoints):
         check_settings(self)
         patch(self.model)
         gather_whole_layers(self.model, self.accelerator)
+        allow_some_layers(causal_lm_of(self.model))
         reference = getattr(self, "ref_model", None)
         if reference is not None:
             patch(self.accelerator.unwrap_model(reference))

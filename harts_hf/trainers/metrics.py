@@ -35,6 +35,7 @@ def tree_metrics(report: UpdateReport, ranks: AccelerateRanks) -> dict[str, floa
         "logp_recompute_maxdiff": report.recompute_difference,
         "limits_raised": report.limits_raised,
         "scoring_skipped": report.scoring_skipped,
+        "scoring_kept": report.scoring_kept,
         **{f"{name}_seconds": value for name, value in report.seconds.items()},
     }
     if ranks.count > 1:

@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+from harts_hf.cli.data import TrainPrompts
 from harts_hf.cli.dry_run.rollouts import PlannedRollouts
 from harts_hf.cli.dry_run.run import DryRun
 from harts_hf.cli.supervised import check_rows_named, eval_rows, make_supervised, rows_tokenizer, train_rows
@@ -24,11 +25,11 @@ class SupervisedDryRun(DryRun):
 
     def _data(self) -> None:
         if self.parts.tokenizer is not None and not self.parts.refused:
-            self.parts.train = train_rows(self.arguments, self.parts.tokenizer)
+            self.parts.train = TrainPrompts.of(train_rows(self.arguments, self.parts.tokenizer))
             self.parts.evaluation = eval_rows(self.arguments, self.training)
 
     def _trainer(self) -> None:
-        if self.parts.train is not None:
+        if self.parts.train.dataset is not None:
             self._make_trainer()
 
     def _trainer_of(self, policy: Any) -> Any:
@@ -39,7 +40,7 @@ class SupervisedDryRun(DryRun):
             self.model,
             parts.tokenizer,
             policy=policy,
-            train_dataset=parts.train,
+            train_dataset=parts.train.dataset,
             eval_dataset=parts.evaluation,
         )
 
