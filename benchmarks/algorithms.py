@@ -1,7 +1,7 @@
 """PPO beside GRPO and RLOO on one task and budget, and with nothing shared: `python -m benchmarks.algorithms`.
 
-Each way trains the model of recipes/tiny_ppo.yaml on its task for 600 steps of 128 rollouts, with three seeds; what
-differs is said in `WAYS`. RLOO stands for its advantages: TRL's own RLOO cannot take rollouts of an environment, and
+Each way trains the model of recipes/tiny_ppo.yaml on its task for 600 steps of 128 rollouts, with three seeds (300 where
+nothing is shared, which takes three times as long); what differs is said in `WAYS`. RLOO stands for its advantages: TRL's own RLOO cannot take rollouts of an environment, and
 GRPO without scaling has them but for the factor n / (n - 1). A run that the result file has is not made again, so the
 command may be stopped and goes on; runs of PPO come from results/tiny_ppo.json where that is there.
 One core, about an hour; results/algorithms.json and .png.
@@ -28,7 +28,7 @@ WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "PPO": ("tiny_ppo", ()),
     "GRPO": ("tiny_grpo", AS_TRL),
     "RLOO": ("tiny_grpo", (*AS_TRL, "--scale_rewards", "none")),
-    "PPO, nothing shared": ("tiny_ppo", ("--tree_sharing", "never")),
+    "PPO, nothing shared": ("tiny_ppo", ("--tree_sharing", "never", "--max_steps", str(STEPS // 2))),
 }
 PANELS = {"The same task and budget": ("PPO", "GRPO", "RLOO"), "Shared or not": ("PPO", "PPO, nothing shared")}
 WINDOW = 10  # logs of 5 steps each, over which curves are averaged before they are compared
@@ -57,14 +57,20 @@ def train(way: str, seed: int) -> dict[str, Any]:
 
 
 def averaged(curves: Mapping[str, Curve]) -> NDArray[np.float64]:
-    """``[seeds, logs]``, running means of :data:`WINDOW` logs."""
-    rewards = np.array([[reward for _, reward in curve] for curve in curves.values()])
+    """``[seeds, logs]``, running means of :data:`WINDOW` logs, as far as all curves go."""
+    count = min(map(len, curves.values()))
+    rewards = np.array([[reward for _, reward in curve[:count]] for curve in curves.values()])
     return np.apply_along_axis(np.convolve, 1, rewards, np.full(WINDOW, 1 / WINDOW), mode="valid")
 
 
 def apart(one: Mapping[str, Curve], other: Mapping[str, Curve]) -> dict[str, float]:
-    """How far the means of two ways are apart, beside how far seeds of one way are; running means at their largest."""
+    """How far the means of two ways are apart, beside how far seeds of one way are; running means at their largest.
+
+    As far as curves of both go.
+    """
     a, b = averaged(one), averaged(other)
+    count = min(a.shape[1], b.shape[1])
+    a, b = a[:, :count], b[:, :count]
     ranges = np.maximum(a.max(axis=0) - a.min(axis=0), b.max(axis=0) - b.min(axis=0))
     overlap = (a.min(axis=0) <= b.max(axis=0)) & (b.min(axis=0) <= a.max(axis=0))
     return {
@@ -84,7 +90,7 @@ def plot(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
             if not curves:
                 continue
             rewards = averaged(curves)
-            steps = [step for step, _ in next(iter(curves.values()))][WINDOW - 1 :]
+            steps = [step for step, _ in min(curves.values(), key=len)][WINDOW - 1 :]
             (line,) = axes.plot(
                 steps, rewards.mean(axis=0), label=f"{way} ({len(curves)} seed{'s' if len(curves) > 1 else ''})"
             )

@@ -77,7 +77,7 @@ CASES = {
     # Three steps of 328 rows: each of the 983 rows once.
     "cpu": Case(
         device="cpu", model=TINY, conversations=200, system=100, task=(20, 100), turn=(10, 60), answer=(10, 120),
-        batch_size=4, accumulation=82, warm=0, timed=3, learning_rate=0.05,
+        batch_size=4, accumulation=82, warm=0, timed=3, learning_rate=0.5,
         # float32; gates of hybrid models are the widest.
         budgets={"losses": 1e-5, "gradients": 1e-4, "parameters": 1e-3},
     ),
