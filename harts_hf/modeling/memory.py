@@ -163,7 +163,7 @@ def graph_bytes(schedule: Schedule, rows: RowBytes, *, rank: int = 0) -> GraphBy
 def peak_of_rows(
     schedule: Schedule, rows: RowBytes, *, gradients: float, rank: int = 0, offload: bool = False
 ) -> float:
-    """The most that a rank's ops take on a GPU beside weights and optimizer: gradients, graphs, handed states, the head.
+    """The most that a rank's ops take on a GPU beside weights and optimizer: gradients, graphs, handed states, head.
 
     Gradients are not there before the first backward, and all there after it; in it, graphs go as gradients come, so
     that its peak lies at one of its ends.
