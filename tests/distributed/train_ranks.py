@@ -8,7 +8,7 @@ A case is ``backend:family:kind[:option]...``; kinds and options are the diction
 import os
 import pickle
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -40,7 +40,7 @@ OPTIONS = {
     "router": {"router_aux_loss_coef": 0.3},
     "evaluated": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
     "lora": {},
-    "unarmed": {},  # planted: DDP's reducer is not told of a last backward that does not follow its forward
+    "unarmed": {},  # planted: DDP's reducer is not told of a step's last backward
     "unflagged": {},  # planted: nor is ZeRO-3 told that another backward begins
     "idle": {"mask_truncated_completions": True},  # rank 0's are all truncated: it has no trajectories
     "uneven": {},  # rank 0 has one token to score in each rollout
@@ -67,13 +67,21 @@ def plan_at_random(seed: int):
 
 
 def plant_untold():
-    """Backends are not told of backwards that do not follow their forwards."""
+    """Backends are not told of backwards: DDP of the last one, DeepSpeed of any that does not follow its forward."""
     from harts_hf.trainers.ranks import AccelerateRanks
 
     around = AccelerateRanks._around
-    AccelerateRanks._around = lambda self, model, outputs, is_last, follows: around(
-        self, model, outputs, is_last, True
-    )
+
+    @contextmanager
+    def untold(self, model, outputs, is_last, follows):
+        self._is_ddp, is_ddp = False, self._is_ddp
+        try:
+            with around(self, model, outputs, is_last, True):
+                yield
+        finally:
+            self._is_ddp = is_ddp
+
+    AccelerateRanks._around = untold
     return lambda: setattr(AccelerateRanks, "_around", around)
 
 
