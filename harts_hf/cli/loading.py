@@ -10,6 +10,7 @@ from typing import Any
 from harts_hf.cli.output import printable, printable_lines
 from harts_hf.errors import HartsWarning
 from harts_hf.rollouts.files import RolloutFile, read_rollout_file
+from harts_hf.rollouts.messages import TokenizerOnDemand
 from harts_hf.rollouts.readers import FORMS
 from harts_hf.rollouts.readers.samples import SAMPLES_PER
 from harts_hf.rollouts.vocabulary import check_vocabulary
@@ -93,6 +94,11 @@ def load_tokenizer(name: str, *, option: str = "--tokenizer", local_files_only: 
     except Exception as error:  # a damaged tokenizer fails in ways of its own
         reason = f"{error}".split("\n")[0] if Path(name).is_dir() else "no such folder, and nothing of that name there"
         raise ValueError(f"{expected}, got {name!r}: {reason}") from error
+
+
+def tokenizer_on_demand(name: str | None) -> TokenizerOnDemand | None:
+    """:func:`load_tokenizer` of a name when the first row needs it, so that bad files are refused before."""
+    return None if name is None else TokenizerOnDemand(lambda: load_tokenizer(name))
 
 
 def is_random(name: str) -> bool:

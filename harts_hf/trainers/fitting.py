@@ -13,6 +13,7 @@ from torch import nn
 from harts_hf.errors import HartsWarning
 from harts_hf.planner import PlannerConfig
 from harts_hf.runtime.budgets import Budget, halved
+from harts_hf.runtime.kept import KeptScores
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.ranks import Ranks, is_out_of_memory
 from harts_hf.runtime.update import TreeUpdate, UpdateReport
@@ -106,14 +107,14 @@ class FittingUpdate(TreeUpdate):
         run = super().run
         return self._twice(lambda: run(*args, **kwargs), before)
 
-    def score(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """See :meth:`TreeUpdate.score`.
+    def scored(self, *args: Any, **kwargs: Any) -> tuple[dict[str, torch.Tensor], KeptScores]:
+        """See :meth:`TreeUpdate.scored`.
 
         Raises:
             torch.OutOfMemoryError: memory ran out again, or where the processes cannot begin again.
         """
-        score = super().score
-        return self._twice(lambda: score(*args, **kwargs), None)
+        scored = super().scored
+        return self._twice(lambda: scored(*args, **kwargs), None)
 
     def _twice(self, work: Callable[[], Found], before: "_Before | None") -> Found:
         rows = self.planner.config.max_tokens_per_microbatch

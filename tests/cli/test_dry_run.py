@@ -66,6 +66,34 @@ def test_everything_that_is_refused_is_said_at_once(dry_run):
     assert "verdict 4 refused" in said
 
 
+def test_unknown_keys_hide_nothing(dry_run, tmp_path):
+    """Of the recipe and of the command line, beside what else is refused."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(Path(TINY).read_text() + "lerning_rate: 1\n")
+    status, said = dry_run("--lr", "1", "--weight_decay", "-1", recipe=str(recipe))
+    assert status == 1 and "verdict 2 refused" in said
+    assert "unknown key 'lerning_rate' (did you mean 'learning_rate'?), 'lr'" in said
+    assert "expected weight_decay to be a finite number of at least 0, got -1.0" in said
+
+
+def test_all_values_that_a_field_refuses(dry_run, tmp_path):
+    """In one message, with the key that is not known."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("lerning_rate: 1\nmax_steps: many\nlearning_rate: fast\n")
+    status, said = dry_run(recipe=str(recipe))
+    assert status == 2 and "unknown key 'lerning_rate' (did you mean 'learning_rate'?); expected max_steps" in said
+    assert "expected learning_rate to be a number, got 'fast'" in said
+
+
+@pytest.mark.parametrize(("name", "reason"), [("file/out", "Not a directory"), ("file", "Not a directory")])
+def test_the_output_folder_is_tried(name, reason, tmp_path, capsys):
+    """Whether it could be made and written; nothing is made."""
+    (tmp_path / "file").write_text("")
+    assert harts(["train", TINY, "--output_dir", str(tmp_path / name), "--dry-run"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "expected output_dir to be a folder that can be written" in said and reason in said
+
+
 def test_what_follows_from_a_missing_model_is_not_said(dry_run):
     """No tokenizer of an agent is asked for where a model is named that is not there."""
     status, said = dry_run("--model_name_or_path", "nowhere", recipe="recipes/qwen3_5_grpo_1gpu.yaml")
@@ -159,6 +187,7 @@ def test_other_trainers(name, dry_run, tmp_path):
 def test_parameters_and_memory_are_those_of_the_trainer(dry_run, tmp_path):
     """The same numbers as of the model that the recipe builds, which a dry run does not build."""
     status, said = dry_run()
+    assert "; 4 prompts to train on" in said  # the shelf's own, which the data set repeats
     trainer = build_trainer(*parse([TINY, "--output_dir", str(tmp_path / "real")]))
     count = sum(parameter.numel() for parameter in trainer.model.parameters())
     assert status == 0 and f"bailing_hybrid, {count:,} parameters in float32, {count:,} of them trained" in said
@@ -304,6 +333,6 @@ def test_rollouts_of_a_file_on_a_multimodal_checkpoint(dry_run, tmp_path):
     )  # fmt: skip
     assert status == 0, said
     assert "qwen3_5_text" in said and "reference model" in said and "processes 2, DDP (num_processes)" in said
-    assert "the 1 groups of 3 with the most tokens" in said
+    assert "1 of 3 groups, those with the most tokens" in said
     planned = int(re.search(r"plan ([\d,]+) tokens", said)[1].replace(",", ""))
     assert planned in expanded.values() and planned >= np.median(list(expanded.values()))

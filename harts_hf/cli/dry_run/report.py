@@ -11,6 +11,7 @@ from harts_hf.cli.launching import Launch
 from harts_hf.cli.output import printable
 from harts_hf.cli.train_arguments import TrainArguments
 from harts_hf.planner import Schedule
+from harts_hf.planner.text import counted
 from harts_hf.runtime.budgets import MARGIN, Budget
 
 WIDTH, INDENT = 120, 13
@@ -27,7 +28,7 @@ class Findings:
         launch: processes and backend.
         model: the policy, adapters included, on the meta device.
         counts: its parameters: all, and those that are trained.
-        data: prompts to train on.
+        num_prompts: to train on, before any is repeated; None where nobody knows.
         planned: the rollouts of a step.
         plan: how they are run.
         memory: what the training takes; None if that is not known.
@@ -43,7 +44,7 @@ class Findings:
     launch: Launch
     model: Any
     counts: tuple[int, int] | None
-    data: Any
+    num_prompts: int | None
     planned: PlannedRollouts | None
     plan: StepPlan | None
     memory: Memory | None
@@ -110,17 +111,15 @@ def _step(found: Findings) -> str:
         f"{own * launch.num_processes:,} rollouts ({own} on each process), of {prompts:g} prompts with "
         f"{training.num_generations} each, at most {training.max_completion_length:,} sampled tokens or so a rollout"
     )
-    try:
-        return f"{text}; {len(found.data):,} prompts to train on" if found.data is not None else text
-    except TypeError:  # a stream
-        return text
+    return text if found.num_prompts is None else f"{text}; {counted(found.num_prompts, 'prompt')} to train on"
 
 
 def _plan(plan: StepPlan) -> str:
     schedule, tree = plan.schedule, plan.schedule.tree
+    microbatches = counted(len(schedule.microbatches), "microbatch", "microbatches")
     return (
         f"{tree.num_expanded_tokens:,} tokens {plan.said}, {tree.num_tokens:,} of them unique (shared "
-        f"{tree.sharing_ratio:.2f}x), in {len(schedule.microbatches)} microbatches, {schedule.execution} execution"
+        f"{tree.sharing_ratio:.2f}x), in {microbatches}, {schedule.execution} execution"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from trl import get_peft_config
 
-from harts_hf.cli.data import eval_dataset, train_dataset
+from harts_hf.cli.data import TrainPrompts, eval_dataset, train_prompts
 from harts_hf.cli.dry_run.building import as_if_launched, without_weights
 from harts_hf.cli.dry_run.memory import Memory, memory_of, parameter_counts
 from harts_hf.cli.dry_run.planning import StepPlan, plan_step
@@ -73,7 +73,7 @@ class _Parts:
     tokenizer: Any = None
     source: RolloutSource | None = None
     rewards: Any = None
-    train: Any = None
+    train: TrainPrompts = field(default_factory=TrainPrompts)
     evaluation: Any = None
     trainer: Any = None
     planned: PlannedRollouts | None = None
@@ -95,11 +95,12 @@ class _Run:
         self.arguments: TrainArguments
         self.training: Any
         self.model: PolicyArguments
+        unknown: list[str] = []
         with as_if_launched(self.launch.num_processes):
-            self.arguments, self.training, self.model = parse(argv)
+            self.arguments, self.training, self.model = parse(argv, unknown=unknown)
         given = self.arguments.dry_run_memory
         self.capacity = _memory_of_gpu() if given is None else parse_bytes("dry_run_memory", given)
-        self.parts = _Parts(refused=list(self.launch.refused))
+        self.parts = _Parts(refused=[*self.launch.refused, *unknown])
 
     def findings(self) -> Findings:
         parts = self.parts
@@ -123,7 +124,7 @@ class _Run:
             launch=self.launch,
             model=model,
             counts=None if model is None else parameter_counts(model),
-            data=parts.train,
+            num_prompts=parts.train.number,
             planned=parts.planned,
             plan=parts.plan,
             memory=parts.memory,
@@ -171,14 +172,14 @@ class _Run:
 
     def _data(self) -> None:
         if self.parts.source is not None:
-            self.parts.train = train_dataset(self.arguments, self.training, self.parts.source)
+            self.parts.train = train_prompts(self.arguments, self.training, self.parts.source)
             self.parts.evaluation = eval_dataset(self.arguments, self.training, self.parts.source)
 
     def _trainer(self) -> None:
         parts = self.parts
         if parts.source is None or parts.tokenizer is None or parts.rewards is None:
             return  # what is missing was refused already
-        if parts.train is None and not parts.source.plays_itself:
+        if parts.train.dataset is None and not parts.source.plays_itself:
             return
         kind = TRAINERS[self.arguments.trainer]
         with without_weights(), torch.device("meta"):
@@ -192,7 +193,7 @@ class _Run:
                     policy,
                     parts.rewards,
                     args=training,
-                    train_dataset=parts.train,
+                    train_dataset=parts.train.dataset,
                     eval_dataset=parts.evaluation,
                     processing_class=parts.tokenizer,
                     peft_config=get_peft_config(self.model),
@@ -280,10 +281,11 @@ class _Run:
 
     def _prompt_tokens(self) -> int | None:
         """Tokens of the longest of a few prompts, if they are texts or messages."""
-        if self.parts.train is None or self.parts.tokenizer is None or self.parts.source is None:
+        dataset = self.parts.train.dataset
+        if dataset is None or self.parts.tokenizer is None or self.parts.source is None:
             return None
         longest = 0
-        for row in self.parts.train.take(64) if hasattr(self.parts.train, "take") else ():
+        for row in dataset.take(64) if hasattr(dataset, "take") else ():
             prompt = row["prompt"]
             if isinstance(prompt, list) and self.parts.tokenizer.chat_template:
                 ids = self.parts.tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=False)

@@ -1,0 +1,36 @@
+"""Activation checkpointing of some layers (``every_n_layers`` of Transformers) in trainers of TRL.
+
+TRL (1.16) switches checkpointing off around each generation, and on again with all of
+``gradient_checkpointing_kwargs`` as PyTorch's. Two of them are Transformers' own: they would reach the layers'
+forwards, and every layer would be computed twice.
+"""
+
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+from transformers import PreTrainedModel
+
+_ENABLE = "gradient_checkpointing_enable"
+
+
+def allow_some_layers(model: PreTrainedModel) -> None:
+    """Lets checkpointing be switched on with ``every_n_layers`` and ``offload`` among PyTorch's arguments.
+
+    Args:
+        model: a causal language model of Transformers, without a wrapper.
+    """
+    if _ENABLE not in vars(model):
+        setattr(model, _ENABLE, MethodType(_enable, model))
+
+
+def _enable(
+    self: Any,
+    gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
+    every_n_layers: int = 1,
+    offload: bool = False,
+) -> None:
+    options = dict(gradient_checkpointing_kwargs or {})
+    own = {"every_n_layers": every_n_layers, "offload": offload}
+    own |= {name: options.pop(name) for name in own if name in options}
+    getattr(type(self), _ENABLE)(self, options or None, **own)
