@@ -173,6 +173,15 @@ def test_where_it_cannot_be_begun_again(monkeypatch):
         updated(OneTrainer(), rows=64)
 
 
+def test_limits_that_are_tried(monkeypatch):
+    """The error is the device's own where nothing is to begin again."""
+    runs_out(monkeypatch, "F", {1})
+    never = property(lambda self: False, lambda self, value: None)
+    monkeypatch.setattr(TreeBudgets, "begins_again", never, raising=False)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory. Tried to allocate 2.00 GiB.$"):
+        updated(OneTrainer())
+
+
 def test_other_errors_are_as_they_were(monkeypatch):
     """Nothing is begun again for them."""
     stock = WindowRun._forward
