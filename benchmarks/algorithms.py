@@ -1,7 +1,7 @@
 """PPO beside GRPO and RLOO on one task and budget, and with nothing shared: `python -m benchmarks.algorithms`.
 
-Each way trains the model of recipes/tiny_ppo.yaml on its task for 600 steps of 128 rollouts, with three seeds (300 steps
-where nothing is shared, which take three times as long); what differs is said in `WAYS`. RLOO stands for its
+Each way trains the model of recipes/tiny_ppo.yaml on its task for 600 steps of 128 rollouts, with three seeds (300
+steps where nothing is shared, which take three times as long); what differs is said in `WAYS`. RLOO stands for its
 advantages: TRL's own RLOO cannot take rollouts of an environment, and GRPO without scaling has them but for the factor
 n / (n - 1). A run that the result file has is not made again, so the command may be stopped and goes on; runs of PPO
 come from results/tiny_ppo.json where that is there.
