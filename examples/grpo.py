@@ -1,6 +1,6 @@
 """GRPO on rollouts of your own: a `rollout_func` whose agent rewrites its history between turns.
 
-    python examples/grpo.py path/to/a/hybrid/model
+python examples/grpo.py path/to/a/hybrid/model
 """
 
 import sys

@@ -1,7 +1,7 @@
 """The same with LoRA adapters; what is saved is the adapter.
 
-    pip install "harts_hf[peft]"
-    python examples/lora.py path/to/a/hybrid/model
+pip install "harts_hf[peft]"
+python examples/lora.py path/to/a/hybrid/model
 """
 
 import sys

@@ -1,6 +1,6 @@
 """PPO with a value head on the policy's backbone: no groups are needed (docs/ppo.md).
 
-    python examples/ppo.py path/to/a/hybrid/model
+python examples/ppo.py path/to/a/hybrid/model
 """
 
 import sys

@@ -1,6 +1,6 @@
 """GRPO on rollouts that exist already: nothing is sampled (docs/recorded.md).
 
-    python examples/recorded.py path/to/a/hybrid/model examples/traces.jsonl
+python examples/recorded.py path/to/a/hybrid/model examples/traces.jsonl
 """
 
 import sys

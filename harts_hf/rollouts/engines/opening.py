@@ -37,12 +37,7 @@ def open_engine(trainer: Any, *, seed: int) -> Iterator[Engine]:
     _check_parameters_are_whole(trainer)
     settings = SamplingSettings.from_args(trainer.args, tuple(trainer.eos_token_ids))
     with (
-        unwrap_model_for_generation(
-            trainer.model_wrapped,
-            trainer.accelerator,
-            gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
-            gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
-        ) as model,
+        _whole_policy(trainer) as model,
         TransformersEngine(
             model,
             settings=settings,
@@ -50,6 +45,26 @@ def open_engine(trainer: Any, *, seed: int) -> Iterator[Engine]:
         ) as engine,
     ):
         yield engine
+
+
+@contextmanager
+def _whole_policy(trainer: Any) -> Iterator[Any]:
+    """The policy itself, without its wrapper, its parameters whole, without activation checkpointing meanwhile."""
+    policy = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    # By their present names: TRL's helper uses those that Transformers has given up, and warns about.
+    was_checkpointing = policy.is_activation_checkpointing
+    if was_checkpointing:
+        policy.activation_checkpointing_disable()
+    try:
+        if is_deepspeed_zero3_enabled():
+            with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as gathered:
+                yield gathered
+        else:
+            yield policy
+    finally:
+        if was_checkpointing:
+            kwargs = trainer.args.activation_checkpointing_kwargs
+            policy.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
 
 
 def _check_parameters_are_whole(trainer: Any) -> None:
