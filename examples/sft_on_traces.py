@@ -2,8 +2,8 @@
 
     python examples/sft_on_traces.py path/to/a/hybrid/model examples/traces.jsonl
 
-Turns of a conversation share their history, which is computed once (docs/sft.md). Any file that `harts plan` reads will
-do.
+Turns of a conversation share their history, which is computed once (docs/sft.md). Any file that `harts plan` reads
+will do.
 """
 
 import sys

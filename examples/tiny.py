@@ -2,8 +2,8 @@
 
     python examples/tiny.py tiny
 
-The folder looks like one from the Hub (`config.json`, weights, a tokenizer with Qwen3.5's chat template), so every example
-takes it where a real model goes, and so does `harts verify --model tiny`. It knows nothing and writes bytes at random.
+The folder looks like one from the Hub (`config.json`, weights, a tokenizer with Qwen3.5's chat template): every
+example takes it where a real model goes, and so does `harts verify`. It knows nothing and writes bytes at random.
 """
 
 import sys

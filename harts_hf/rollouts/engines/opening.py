@@ -7,6 +7,7 @@ from typing import Any
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.utils import unwrap_model_for_generation
 
+from harts_hf.modeling.checkpointing import without_checkpointing
 from harts_hf.rollouts.engines.engine import Engine, SamplingSettings
 from harts_hf.rollouts.engines.transformers import TransformersEngine
 
@@ -51,20 +52,12 @@ def open_engine(trainer: Any, *, seed: int) -> Iterator[Engine]:
 def _whole_policy(trainer: Any) -> Iterator[Any]:
     """The policy itself, without its wrapper, its parameters whole, without activation checkpointing meanwhile."""
     policy = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    # By their present names: TRL's helper uses those that Transformers has given up, and warns about.
-    was_checkpointing = policy.is_activation_checkpointing
-    if was_checkpointing:
-        policy.activation_checkpointing_disable()
-    try:
+    with without_checkpointing(policy, trainer.args.activation_checkpointing_kwargs):
         if is_deepspeed_zero3_enabled():
             with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as gathered:
                 yield gathered
         else:
             yield policy
-    finally:
-        if was_checkpointing:
-            kwargs = trainer.args.activation_checkpointing_kwargs
-            policy.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
 
 
 def _check_parameters_are_whole(trainer: Any) -> None:
