@@ -12,8 +12,8 @@ class Digit(Environment):
 
     def step(self, action):  # anything may come, also an empty text
         digits = [letter for letter in action if letter in "0123456789"]
-        self.guess, self.tries = int(digits[-1]) if digits else None, self.tries + 1
-        hint = "That is no digit." if self.guess is None else "Higher." if self.guess < self.secret else "Lower."
+        self.guess, self.tries = int(digits[-1]) if digits else self.guess, self.tries + 1
+        hint = "That is no digit." if not digits else "Higher." if self.guess < self.secret else "Lower."
         return StepResult(hint, done=self.guess == self.secret or self.tries == 3)
 
     @property

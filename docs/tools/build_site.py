@@ -1,7 +1,7 @@
 """Builds the documentation's site into site/: `make docs`. Nothing is fetched.
 
-Pages lie where their links work in a clone (docs/, README.md, CONTRIBUTING.md, ...). For the site they are laid side by side in
-build/docs, and links follow; a link to a file that is no page (a script, a recipe) becomes its text.
+Pages lie where their links work in a clone (docs/, README.md, CONTRIBUTING.md, ...). For the site they are laid side
+by side in build/docs, and links follow; a link to a file that is no page (a script, a recipe) becomes its text.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Writes docs/configuration.md from the fields of the configurations, their defaults and their help.
 
-    python docs/tools/configuration.py          # writes the page
-    python docs/tools/configuration.py --check  # ends with status 1 if it is not what the code says
+python docs/tools/configuration.py          # writes the page
+python docs/tools/configuration.py --check  # ends with status 1 if it is not what the code says
 """
 
 import dataclasses
@@ -16,9 +16,8 @@ PAGE = Path(__file__).parents[1] / "configuration.md"
 HEAD = """# Configuration
 
 Made from the code by `make docs-pages`; edit the docstrings and help texts there. Every field is a key of a recipe, an
-option of `harts train` (`--field value`), and an argument of the configuration's class. Beside these, each trainer takes
-every field of the TRL configuration that it extends (`harts train --help` prints them all, for the trainer of a recipe
-`harts train RECIPE --help`).
+option of `harts train` (`--field value`), and an argument of the configuration's class. Beside these, each trainer
+takes every field of the TRL configuration that it extends: `harts train RECIPE --help` prints them all.
 """
 SECTIONS = (
     ("All tree trainers", "harts_hf.trainers.config", "TreeOptions", "`TreeGRPOConfig`, `TreeGMPOConfig`, "
@@ -32,8 +31,8 @@ SECTIONS = (
     ("Sources of rollouts", "harts_hf.cli.source_arguments", "SourceArguments", "Keys of recipes alone "
      "([what they name](training.md#where-rollouts-come-from))."),
     ("Recipes", "harts_hf.cli.train_arguments", "TrainArguments", "Further keys of recipes."),
-    ("Policies", "harts_hf.cli.train_arguments", "PolicyArguments", "Beside TRL's `ModelConfig` (`use_peft`, `lora_*`, "
-     "`dtype`, ...)."),
+    ("Policies", "harts_hf.cli.train_arguments", "PolicyArguments", "Beside TRL's `ModelConfig` (`use_peft`, "
+     "`lora_*`, `dtype`, ...)."),
 )  # fmt: skip
 
 
