@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-from trl.chat_template_utils import qwen3_5_think_chat_template
+from trl.chat_template_utils import qwen3_5_nothink_chat_template
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 
@@ -27,7 +27,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left"
     )
-    tokenizer.chat_template = qwen3_5_think_chat_template
+    tokenizer.chat_template = qwen3_5_nothink_chat_template
     return tokenizer
 
 

@@ -17,7 +17,7 @@ TRACES = str(EXAMPLES / "traces.jsonl")
 # Those that leave a trainer, with what its steps must share at least, by the shape of their rollouts.
 TRAINED = {
     "grpo": ([], 1.5),  # two rows of a rollout share the question and, mostly, the answer
-    "agent_by_url": ([], 1.5),
+    "agent_by_url": ([], 1.3),
     "two_processes": ([], 1.5),  # leaves of 4 x 2
     "lora": ([], 1.5),
     "ppo": ([], 1.5),
@@ -64,7 +64,7 @@ def test_script(name, tiny, run):
     logs = [entry for entry in trainer.state.log_history if "loss" in entry or "policy_loss" in entry]
     assert logs and all(abs(entry.get("loss", 0.0)) < 100 for entry in logs)
     assert sum(entry["tree/sharing_ratio"] for entry in logs) / len(logs) > ratio
-    assert any(entry["grad_norm"] > 0 for entry in logs) or name == "agent_by_url"
+    assert any(entry["grad_norm"] > 0 for entry in logs)
     if name == "lora":
         assert json.loads((Path(trainer.args.output_dir) / "adapter_config.json").read_text())["r"] == 8
 
