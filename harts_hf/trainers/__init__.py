@@ -30,7 +30,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # TRL warns at the import of its experimental trainers, which is for those who asked for one.
+    # TRL warns at the first import of its experimental part, which is for those who asked for it.
     if name in ("TreeGMPOConfig", "TreeGMPOTrainer"):
         from harts_hf.trainers import gmpo
 

@@ -1,4 +1,4 @@
-"""GMPO on rollout trees: the one module that imports an experimental trainer of TRL, which says so at its import."""
+"""GMPO on rollout trees: the one module that imports an experimental trainer of TRL."""
 
 from dataclasses import dataclass
 
