@@ -20,7 +20,8 @@ from harts_hf.modeling import (
     with_handed_bytes,
 )
 from harts_hf.planner import DEFAULT_COST, PlannerConfig
-from harts_hf.runtime.run import Context, RunOptions, WindowRun
+from harts_hf.runtime.options import Context, RunOptions
+from harts_hf.runtime.run import WindowRun
 from harts_hf.runtime.values import TreeValues
 from harts_hf.runtime.window import TreeWindow
 

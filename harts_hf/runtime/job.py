@@ -6,16 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from harts_hf.modeling import LOG_PROB, WITHOUT_GRADIENT
 from harts_hf.runtime.leaves import check_reach, collect, placeholders, spread
-from harts_hf.runtime.slices import SliceTable
+from harts_hf.runtime.slices import Index, SliceTable
 from harts_hf.runtime.values import TreeValues
 from harts_hf.runtime.window import TreeWindow
 
 Leaves = Mapping[str, torch.Tensor]
-Index = Mapping[str, NDArray[np.int64]]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

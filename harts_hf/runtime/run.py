@@ -2,65 +2,27 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import nn
 
 from harts_hf.batch import LabelTable, RowTable, TreeBatch
-from harts_hf.modeling import ENTROPY, HEAD_VALUES, LOG_PROB, Routes, TreeAnswer, TreePass, Wanted
+from harts_hf.modeling import ENTROPY, LOG_PROB, TreeAnswer, TreePass, Wanted
 from harts_hf.modeling.handoff import Handoff
 from harts_hf.planner.execution import DUMMY
+from harts_hf.runtime.answers import Answered, inner_product, none_of
 from harts_hf.runtime.guard import ModelGuard
 from harts_hf.runtime.lives import count_readers, handoff_lives
 from harts_hf.runtime.ops import Mode, ops_of
+from harts_hf.runtime.options import RunOptions
 from harts_hf.runtime.ranks import Ranks
+from harts_hf.runtime.replayed import ReplayedRoutes
 from harts_hf.runtime.slices import SliceTable
 from harts_hf.runtime.values import TreeValues, asked
 from harts_hf.runtime.window import TreeWindow
 
-Context = Callable[[], AbstractContextManager[object]]
 Backward = Callable[[torch.Tensor], None]
 Masks = Mapping[str, torch.Tensor]
-Table = TypeVar("Table", bound=RowTable)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """How forwards run.
-
-    Attributes:
-        temperature: logits are divided by it.
-        head_in_fp32: whether the head runs in float32 whatever the model's dtype.
-        context: entered around each forward (autocast).
-        offload: whether handed states lie on the CPU between uses.
-        expand_latents: whether an MLA hands over expanded keys and values instead of latents.
-        deterministic: whether attention on a GPU has to be bitwise reproducible (a slower backend).
-        fused_modules: whether norms, gates and experts on a GPU run as single operations.
-        replay_routing: whether each microbatch's later forwards take the experts that its first one chose.
-    """
-
-    temperature: float = 1.0
-    head_in_fp32: bool = False
-    context: Context = field(default=nullcontext)
-    offload: bool = False
-    expand_latents: bool = False
-    deterministic: bool = False
-    fused_modules: bool = True
-    replay_routing: bool = False
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Answered:
-    """What a forward answered, and of which labels and rows."""
-
-    answer: TreeAnswer
-    wanted: Wanted
-
-    def tree_rows(self, name: str) -> torch.Tensor:
-        """The rows of the tree that the values of a name belong to."""
-        return (self.wanted.labels if name in HEAD_VALUES else self.wanted.rows).tree_rows
 
 
 class WindowRun:
@@ -100,9 +62,8 @@ class WindowRun:
         self._differences: list[torch.Tensor] = []
         self._ops, self._num_scoring = ops_of(window, mode, self.ranks)
         self._lives = handoff_lives(self._ops, window.batches)
-        self._answers: dict[int, list[_Answered]] = {}  # of dummies, several at a time
-        self._routes: dict[int, dict[int, torch.Tensor]] = {}  # by microbatch and router, of its first forward
-        self._flips: list[tuple[torch.Tensor, int]] = []
+        self._answers: dict[int, list[Answered]] = {}  # of dummies, several at a time
+        self._routes = ReplayedRoutes(replays=self.options.replay_routing)
         self._slice_counts: dict[int, torch.Tensor] = {}
         self._scores: TreeValues | None = None
         self._mode = mode
@@ -125,10 +86,10 @@ class WindowRun:
             kind, index = self._ops[position]
             batch = self._batch(index)
             if index in scored:  # a second S, for what it hands over, while other ranks are scoring yet
-                self._forward(position, names, _none_of(batch.labels), _none_of(batch.owned))
+                self._forward(position, names, none_of(batch.labels), none_of(batch.owned))
                 continue
             answered = self._forward(position, names, batch.labels, batch.owned)
-            scores = self._with(scores, answered, names)
+            scores = self._filled(scores, answered, names)
             if kind == "F":
                 self._answers.setdefault(index, []).append(answered)
             if index != DUMMY:
@@ -143,9 +104,8 @@ class WindowRun:
 
     @property
     def routing_flips(self) -> tuple[int, int]:
-        """Of the experts that were taken from first forwards, how many the router would not have chosen; and of how
-        many (choices of owned rows, over all layers)."""
-        return sum(int(found) for found, _ in self._flips), sum(number for _, number in self._flips)
+        """See :attr:`harts_hf.runtime.replayed.ReplayedRoutes.flips`."""
+        return self._routes.flips
 
     @property
     def scores(self) -> TreeValues:
@@ -215,14 +175,14 @@ class WindowRun:
             kind, index = self._ops[position]
             batch = self._batch(index)
             if kind == "S":  # only for what it hands over
-                self._forward(position, names, _none_of(batch.labels), _none_of(batch.owned))
+                self._forward(position, names, none_of(batch.labels), none_of(batch.owned))
             elif kind == "F":
                 labels = batch.labels.select(asked(wanted, batch.labels.tree_rows, of_labels=True))
                 rows = batch.owned.select(asked(wanted, batch.owned.tree_rows, of_labels=False))
                 answered = self._forward(position, names, labels, rows)
                 self._answers.setdefault(index, []).append(answered)
                 if not scored:
-                    self._scores = self._with(self._scores, answered, names)
+                    self._scores = self._filled(self._scores, answered, names)
             else:
                 answered = self._answers[index].pop()
                 if scored:
@@ -234,13 +194,13 @@ class WindowRun:
                 self.handoff.free(index)
 
     def _backward(
-        self, position: int, answered: _Answered, coefficients: TreeValues, backward: Backward | None
+        self, position: int, answered: Answered, coefficients: TreeValues, backward: Backward | None
     ) -> None:
         _, index = self._ops[position]
         is_last, follows = position + 1 == len(self._ops), self._ops[position - 1] == ("F", index)
         outputs = [*answered.answer["rows"].values(), *answered.answer["sums"].values()]
         with self.ranks.around_backward(self.model, outputs, is_last=is_last, follows=follows):
-            (backward or self.ranks.backward)(_inner_product(answered, coefficients))
+            (backward or self.ranks.backward)(inner_product(answered, coefficients))
 
     def _around(self, position: int) -> AbstractContextManager[object]:
         kind, index = self._ops[position]
@@ -248,7 +208,7 @@ class WindowRun:
             return nullcontext()
         return self.ranks.around_forward(self.model, syncs=self._ops[position + 1 :] == [("B", index)])
 
-    def _forward(self, position: int, names: tuple[str, ...], labels: LabelTable, rows: RowTable) -> _Answered:
+    def _forward(self, position: int, names: tuple[str, ...], labels: LabelTable, rows: RowTable) -> Answered:
         kind, index = self._ops[position]
         self._check_model()
         batch, options = self._batch(index), self.options
@@ -260,7 +220,7 @@ class WindowRun:
             deterministic=options.deterministic,
             fused_modules=options.fused_modules,
             slice_counts=self._counts_by_slice(index),
-            routes=Routes(self._routes.get(index)),
+            routes=self._routes.of(index),
         )
         self.handoff.keeping = self._lives.keeps[position]
         # Triton launches on the current GPU, wherever its arguments are (autograd sets it for backwards itself).
@@ -271,10 +231,10 @@ class WindowRun:
                 answer: TreeAnswer = model(harts=tree_pass)
         finally:
             self.handoff.keeping = False
-        if options.replay_routing and index != DUMMY:
-            self._note_routes(index, batch, tree_pass.routes)
+        if index != DUMMY:
+            self._routes.note(index, batch, tree_pass.routes)
         self._drop(position)
-        return _Answered(answer=answer, wanted=wanted)
+        return Answered(answer=answer, wanted=wanted)
 
     def _begin(self, step: str, modes: tuple[str, ...]) -> None:
         if self._mode not in modes:
@@ -297,16 +257,6 @@ class WindowRun:
     def _batch(self, index: int) -> TreeBatch:
         return self.window.dummy if index == DUMMY else self.window.batches[index]
 
-    def _note_routes(self, index: int, batch: TreeBatch, routes: Routes) -> None:
-        if index not in self._routes:
-            self._routes[index] = {number: chosen.short() for number, chosen in routes.chosen.items()}
-            return
-        owned = batch.owned.rows
-        for number, replayed in self._routes[index].items():
-            own, kept = routes.chosen[number][owned], replayed[owned].long()
-            found = (own[:, :, None] == kept[:, None, :]).any(dim=-1)
-            self._flips.append(((~found).sum(), found.numel()))
-
     def _counts_by_slice(self, index: int) -> torch.Tensor | None:
         if self._slices is None:
             return None
@@ -323,49 +273,11 @@ class WindowRun:
         for trunk in self._lives.drops[position]:
             self.handoff.drop_values(trunk)
 
-    def _compare(self, answered: _Answered) -> None:
+    def _compare(self, answered: Answered) -> None:
         tree_rows = answered.tree_rows(LOG_PROB)
         if self._scores is not None and LOG_PROB in self._scores.rows and len(tree_rows):
             before = self._scores.rows[LOG_PROB][tree_rows]
             self._differences.append((answered.answer["rows"][LOG_PROB].detach() - before).abs().max())
 
-    def _with(self, scores: TreeValues | None, answered: _Answered, names: tuple[str, ...]) -> TreeValues:
-        """``scores`` with what a forward answered filled in (rows) or added (sums)."""
-        rows = {name: value.detach() for name, value in answered.answer["rows"].items() if name in names}
-        sums = {name: value.detach() for name, value in answered.answer["sums"].items()}
-        if scores is None:
-            num_rows = self.window.tree.num_tokens
-            scores = TreeValues(
-                rows={name: value.new_zeros(num_rows) for name, value in rows.items()},
-                sums={name: torch.zeros_like(value) for name, value in sums.items()},
-            )
-        for name, value in rows.items():
-            scores.rows[name][answered.tree_rows(name)] = value
-        for name, value in sums.items():
-            if value.shape != scores.sums[name].shape:
-                raise ValueError(
-                    f"expected the sum {name!r} to have one shape, got {tuple(scores.sums[name].shape)} and then "
-                    f"{tuple(value.shape)}"
-                )
-            scores.sums[name] += value
-        return scores
-
-
-@torch.enable_grad()  # a backward of autograd runs without
-def _inner_product(answered: _Answered, coefficients: TreeValues) -> torch.Tensor:
-    """Connected to every trainable output: one without coefficients takes part by an exact zero, its empty sum."""
-    terms = []
-    for name, value in answered.answer["rows"].items():
-        coefficient = coefficients.rows.get(name)
-        if coefficient is not None:
-            terms.append((value * coefficient[answered.tree_rows(name)].to(value.dtype)).sum())
-        elif name != ENTROPY:  # comes from the same head as log-probs, and its gradient would be paid for
-            terms.append(value[:0].sum())
-    for name, total in coefficients.sums.items():
-        value = answered.answer["sums"][name]
-        terms.append((value * total.to(value.dtype)).sum().to(terms[0].dtype))
-    return sum(terms[1:], terms[0])
-
-
-def _none_of(table: Table) -> Table:
-    return table.select(torch.zeros_like(table.rows, dtype=torch.bool))
+    def _filled(self, scores: TreeValues | None, answered: Answered, names: tuple[str, ...]) -> TreeValues:
+        return answered.filled_into(scores, names, self.window.tree.num_tokens)

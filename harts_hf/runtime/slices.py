@@ -1,14 +1,35 @@
-"""Which slice of an update each trajectory of a window belongs to, and how often a slice passes through a row."""
+"""The slices of an update: their rows, and which of them each trajectory of a window belongs to."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from harts_hf.planner import Microbatch
 from harts_hf.runtime.ranks import Ranks
 from harts_hf.tree import IntArray, RolloutTree
+
+Index = Mapping[str, NDArray[np.int64]]
+
+
+class SliceRows(Protocol):
+    """The trajectories of a slice, and where its values lie on them."""
+
+    def trajectories(self) -> list[IntArray]:
+        """Those that have something to score; may be none."""
+
+    def stand_in(self) -> IntArray:
+        """One that is run if no slice of an update has any, so that every parameter still gets its zero gradient."""
+
+    def index(self, paths: Sequence[IntArray]) -> Index:
+        """For each name of a value per row, in any shape, the row of the tree; -1 where nothing is asked for.
+
+        Args:
+            paths: rows of the tree of each of :meth:`trajectories`, ``[L]``.
+        """
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -51,3 +72,16 @@ class SliceTable:
             ends = np.sort(tree.end_rows[self.slice_of == number])
             counts[number] = np.searchsorted(ends, tree.subtree_end[rows]) - np.searchsorted(ends, rows)
         return torch.from_numpy(counts * microbatch.owned)
+
+
+def checked(trajectories: list[IntArray]) -> list[IntArray]:
+    """Those of a slice, before other ranks see them.
+
+    Raises:
+        ValueError: one that is no 1-D integer array.
+    """
+    for tokens in trajectories:
+        array = np.asarray(tokens)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ValueError(f"expected trajectories as 1-D integer arrays, got {array.dtype} of shape {array.shape}")
+    return trajectories

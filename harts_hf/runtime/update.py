@@ -3,81 +3,27 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
-import numpy as np
 import torch
 from torch import nn
 
 from harts_hf.modeling import LABEL_VALUES
-from harts_hf.runtime.exchange import add_up_values, any_of_ranks, hash_of
-from harts_hf.runtime.job import Index, Job, Leaves, without_zeros
+from harts_hf.runtime.exchange import hash_of
+from harts_hf.runtime.job import Job, Leaves
 from harts_hf.runtime.leaves import spread
-from harts_hf.runtime.ops import Mode
-from harts_hf.runtime.placing import PLACEMENTS, Placement, PlacementChoice, place
+from harts_hf.runtime.options import RunOptions
+from harts_hf.runtime.passes import Passes, together_if_alone
+from harts_hf.runtime.placing import PLACEMENTS, PlacementChoice, place
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.ranks import Ranks
-from harts_hf.runtime.run import RunOptions, WindowRun
-from harts_hf.runtime.slices import SliceTable
-from harts_hf.runtime.values import TreeValues
-from harts_hf.runtime.window import TreeWindow
-from harts_hf.tree import IntArray
+from harts_hf.runtime.report import UpdateReport
+from harts_hf.runtime.run import WindowRun
+from harts_hf.runtime.slices import SliceRows, SliceTable, checked
 
 Slice = TypeVar("Slice")
 # Whether a loss's derivatives can be known before what they are taken by is: see TreeUpdate.run.
 Unscored = Literal["always", "never", "probe"]
-
-
-class SliceRows(Protocol):
-    """The trajectories of a slice, and where its values lie on them."""
-
-    def trajectories(self) -> list[IntArray]:
-        """Those that have something to score; may be none."""
-
-    def stand_in(self) -> IntArray:
-        """One that is run if no slice of an update has any, so that every parameter still gets its zero gradient."""
-
-    def index(self, paths: Sequence[IntArray]) -> Index:
-        """For each name of a value per row, in any shape, the row of the tree; -1 where nothing is asked for.
-
-        Args:
-            paths: rows of the tree of each of :meth:`trajectories`, ``[L]``.
-        """
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class UpdateReport:
-    """What an update did.
-
-    Attributes:
-        loss: the sum of the slices' losses, detached.
-        window: what was planned and run; in global placement the same forest and schedule on all ranks.
-        placement: "global" if the window holds all ranks' trajectories, "local" if this rank's own.
-        limits_raised: whether a limit of the plan could not be kept.
-        scoring_skipped: whether the scoring pass of a cut plan was left out. (A window of one microbatch has none: its
-            one forward scores and trains.)
-        scoring_needed_by: what made one necessary; None where nothing did.
-        recompute_difference: the largest difference of a log-prob computed again from its score.
-        seconds: of ``planning``, ``scoring``, ``backward``; on several ranks, ``exchange`` is the part of them in
-            which ranks exchanged numbers and waited for one another outside forwards and backwards.
-        exchanged_bytes: what this rank got from the others: token ids, values, coefficients.
-        sums: over the trajectories of all ranks, of the names that were observed.
-        routing_flips: of the choices of experts that were replayed here, how many a router would have made otherwise,
-            and of how many.
-    """
-
-    loss: torch.Tensor
-    window: TreeWindow
-    placement: Placement
-    limits_raised: bool
-    scoring_skipped: bool
-    scoring_needed_by: str | None
-    recompute_difference: float
-    seconds: dict[str, float] = field(default_factory=dict)
-    exchanged_bytes: int = 0
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    routing_flips: tuple[int, int] = (0, 0)
 
 
 class TreeUpdate:
@@ -130,8 +76,9 @@ class TreeUpdate:
             trajectories = rows.trajectories()
             window = self.planner(trajectories or [rows.stand_in()])
             index = rows.index([window.tree.path(number) for number in range(len(trajectories))])
-        with self._together_if_alone():
-            scores = self._run(window.to(self.device), "score").score(names)
+        with together_if_alone(self.ranks):
+            run = WindowRun(self.model, window.to(self.device), self.options, ranks=self.ranks, mode="score")
+            scores = run.score(names)
         return {name: spread(value, index[name]) for name, value in scores.rows.items()} | scores.sums
 
     def run(
@@ -186,7 +133,7 @@ class TreeUpdate:
         bytes_before, seconds_before = ranks.exchanged_bytes, ranks.exchange_seconds
         with ranks.together():
             rows = [rows_of(one) for one in slices]
-            trajectories = [_checked(one.trajectories()) for one in rows]
+            trajectories = [checked(one.trajectories()) for one in rows]
         needed_by = self._agreed_reason(
             (reason or "loss") if unscored == "never" else "", len(slices), (*names, *observed)
         )
@@ -228,28 +175,30 @@ class TreeUpdate:
             loss_device=self.device if loss_device is None else loss_device,
         )
         shared = ranks if placed.placement == "global" else Ranks()
+        passes = Passes(self.model, job, self.options, ranks=ranks, shared=shared)
         coefficients = None
-        if needed_by is None and window.schedule.execution == "nested" and self._is_cut(window):
-            coefficients = self._known_coefficients(job, shared, probing, compare=unscored == "probe")
+        if needed_by is None and window.schedule.execution == "nested" and ranks.agree(len(window.batches))[0] > 1:
+            coefficients = passes.known_coefficients(probing, compare=unscored == "probe")
             needed_by = None if coefficients is not None else "loss_of_log_probs"
         if coefficients is None:
-            total, scores, run = self._scored(job, shared, seconds)
+            outcome = passes.scored()
         else:
-            total, scores, run = self._unscored(job, shared, coefficients, seconds, on_trust=unscored == "always")
+            outcome = passes.unscored(coefficients, on_trust=unscored == "always")
+        seconds |= outcome.seconds
         if ranks.count > 1:
             seconds["exchange"] = ranks.exchange_seconds - seconds_before
         return UpdateReport(
-            loss=total.to(self.device),
+            loss=outcome.loss.to(self.device),
             window=window,
             placement=placed.placement,
             limits_raised=window.schedule.config != placed.planner.config,
             scoring_skipped=coefficients is not None,
             scoring_needed_by=needed_by,
-            recompute_difference=run.recompute_difference,
+            recompute_difference=outcome.run.recompute_difference,
             seconds=seconds,
             exchanged_bytes=ranks.exchanged_bytes - bytes_before,
-            sums={name: scores.sums[name] for name in observed},
-            routing_flips=run.routing_flips,
+            sums={name: outcome.scores.sums[name] for name in observed},
+            routing_flips=outcome.run.routing_flips,
         )
 
     def _agreed_reason(self, own: str, num_slices: int, names: tuple[str, ...]) -> str | None:
@@ -273,84 +222,7 @@ class TreeUpdate:
             )
         return next(filter(None, self.ranks.gather_texts(own))) if any(one for one, *_ in found) else None
 
-    def _is_cut(self, window: TreeWindow) -> bool:
-        """Whether any rank has several microbatches."""
-        return self.ranks.agree(len(window.batches))[0] > 1
-
-    def _known_coefficients(
-        self, job: Job, shared: Ranks, probing: Callable[[], AbstractContextManager[object]], *, compare: bool
-    ) -> TreeValues | None:
-        """The derivatives of all losses on the window before any value is known, or None on every rank."""
-        with self.ranks.together(), probing():
-            found = job.coefficients_of_placeholders(compare=compare)
-        (unknown,) = self.ranks.agree(int(found is None))
-        if unknown or found is None:
-            return None
-        return without_zeros(add_up_values(found, shared))
-
-    def _together_if_alone(self) -> AbstractContextManager[object]:
-        """Around forwards without gradients: where ranks do not wait for one another in them, they meet afterwards."""
-        return nullcontext() if self.ranks.forwards_meet else self.ranks.together()
-
     def _like(self) -> torch.Tensor:
         """A tensor of the dtype and device of the model's values."""
         dtype = next(self.model.parameters()).dtype
         return torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=self.device)
-
-    def _run(self, window: TreeWindow, mode: Mode, slices: SliceTable | None = None) -> WindowRun:
-        return WindowRun(self.model, window, self.options, ranks=self.ranks, slices=slices, mode=mode)
-
-    def _add_up(self, values: TreeValues, shared: Ranks) -> TreeValues:
-        """Values per row over the ranks that share the window; sums over all ranks, whoever computed them."""
-        rows = add_up_values(TreeValues(rows=values.rows), shared).rows
-        return TreeValues(rows=rows, sums=add_up_values(TreeValues(sums=values.sums), self.ranks).sums)
-
-    def _scored(
-        self, job: Job, shared: Ranks, seconds: dict[str, float]
-    ) -> tuple[torch.Tensor, TreeValues, WindowRun]:
-        started = time.perf_counter()
-        run = self._run(job.window, "train", job.table)
-        with self._together_if_alone():
-            scores = run.score((*job.names, *job.observed))
-        scores = self._add_up(scores, shared)
-        seconds["scoring"] = time.perf_counter() - started
-        with self.ranks.together():
-            total, coefficients = job.loss_and_coefficients(scores)
-        coefficients = self._add_up(coefficients, shared)
-        started = time.perf_counter()
-        run.backward(coefficients)
-        seconds["backward"] = time.perf_counter() - started
-        return total, scores, run
-
-    def _unscored(
-        self, job: Job, shared: Ranks, coefficients: TreeValues, seconds: dict[str, float], *, on_trust: bool
-    ) -> tuple[torch.Tensor, TreeValues, WindowRun]:
-        """The schedule with coefficients that are known before, then the loss on the true values."""
-        started = time.perf_counter()
-        run = self._run(job.window, "unscored", job.table)
-        wanted = any_of_ranks(job.wanted(), shared)
-        scores = self._add_up(run.backward_unscored(coefficients, wanted, sums=job.observed), shared)
-        seconds |= {"scoring": 0.0}
-        if on_trust:
-            with self.ranks.together():
-                total, found = job.loss_and_coefficients(scores)
-            for name, value in add_up_values(found, shared).rows.items():
-                if not torch.allclose(value, coefficients.rows.get(name, torch.zeros_like(value)), rtol=1e-4):
-                    raise ValueError(
-                        f"expected a loss whose derivatives by {name} depend on no value (unscored='always'), got "
-                        "others on true values: the gradients that were added are wrong; use 'never' or 'probe'"
-                    )
-        else:
-            with self.ranks.together(), torch.no_grad():
-                total = torch.stack(job.losses(job.leaves(scores))).sum()
-        seconds |= {"backward": time.perf_counter() - started}
-        return total, scores, run
-
-
-def _checked(trajectories: list[IntArray]) -> list[IntArray]:
-    """Before other ranks see them."""
-    for tokens in trajectories:
-        array = np.asarray(tokens)
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ValueError(f"expected trajectories as 1-D integer arrays, got {array.dtype} of shape {array.shape}")
-    return trajectories

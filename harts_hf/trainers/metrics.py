@@ -2,7 +2,7 @@
 
 from harts_hf.planner import Schedule
 from harts_hf.planner.spans import span_size, union
-from harts_hf.runtime.update import UpdateReport
+from harts_hf.runtime.report import UpdateReport
 from harts_hf.trainers.ranks import AccelerateRanks
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from harts_hf.trainers.policy import TreePolicy, active_adapters
+from harts_hf.trainers.micro_steps import active_adapters
+from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.weighing import trained
 
 

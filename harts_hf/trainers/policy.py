@@ -2,85 +2,27 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from harts_hf.modeling import (
-    ENTROPY,
-    LABEL_VALUES,
-    LOG_PROB,
-    handed_sizes,
-    is_patched,
-    vocab_size_of,
-    with_handed_bytes,
-)
-from harts_hf.planner import DEFAULT_COST
-from harts_hf.runtime import RunOptions
-from harts_hf.runtime.planning import WindowPlanner
-from harts_hf.runtime.update import Leaves, TreeUpdate, UpdateReport
+from harts_hf.modeling import ENTROPY, LABEL_VALUES, LOG_PROB, is_patched
+from harts_hf.runtime import RunOptions, TreeUpdate, UpdateReport
+from harts_hf.runtime.job import Leaves
 from harts_hf.trainers.expert_load import ExpertLoad
+from harts_hf.trainers.micro_steps import SliceLeaves, TRLSlice, active_adapters, on_cpu
+from harts_hf.trainers.planning import planner_of
 from harts_hf.trainers.ranks import AccelerateRanks
 from harts_hf.trainers.router_loss import RouterLoss
 from harts_hf.trainers.rows import PaddedRows, token_ids
-from harts_hf.trainers.settings import Settings, SettingsOfSlices, read_settings
+from harts_hf.trainers.settings import SettingsOfSlices, read_settings
 from harts_hf.trainers.skipping import has_custom_loss, reason_to_score
 from harts_hf.trainers.weighing import WEIGHTS, StepTotals
 
 # Entries of a slice's largest tensor up to which its loss is computed on the CPU.
 MOST_ON_CPU = 2**20
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class TRLSlice:
-    """The batch of one micro-step.
-
-    Attributes:
-        batch: TRL's.
-        number: of the micro-step within the optimizer step.
-        settings: of the trainer then.
-    """
-
-    batch: dict[str, Any]
-    number: int
-    settings: Settings
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SliceLeaves:
-    """What TRL's hook answers inside the loss of one slice.
-
-    Attributes:
-        log_probs: ``[B, C]``.
-        entropies: ``[B, C]``.
-        rows: ``[B, P + C]`` token ids that they belong to.
-        aux_loss: of the router; None where the loss has none.
-        with_grad: whether the loss is computed to be differentiated.
-        adapters: which adapters of the policy were active; see :func:`active_adapters`.
-    """
-
-    log_probs: torch.Tensor
-    entropies: torch.Tensor
-    rows: torch.Tensor
-    aux_loss: torch.Tensor | None
-    with_grad: bool
-    adapters: Any
-
-    def answers(self, policy: Any, input_ids: torch.Tensor, num_scored: int) -> bool:
-        """Whether a call asks for these: not where a loss of the user's own scores other rows, or a reference model
-        without gradients or adapters."""
-        same_rows = input_ids.shape == self.rows.shape and bool(torch.equal(input_ids, self.rows))
-        same_policy = torch.is_grad_enabled() == self.with_grad and active_adapters(policy) == self.adapters
-        return same_rows and same_policy and num_scored == self.log_probs.shape[1]
-
-
-def active_adapters(policy: Any) -> Any:
-    """Something that differs where other adapters of a PEFT model are active, or none; None for other models."""
-    if not hasattr(policy, "peft_config"):
-        return None
-    return tuple(policy.active_adapters), tuple(parameter.requires_grad for parameter in policy.parameters())
 
 
 class TreePolicy:
@@ -183,35 +125,47 @@ class TreePolicy:
         return values[LOG_PROB], values[ENTROPY].float() if entropy else None, found
 
     def step(self, model: nn.Module, num_items: Any) -> UpdateReport:
-        """Runs the kept slices as one update, with TRL's own loss."""
+        """Runs the kept slices as one update: what their settings were, where their losses run, then :meth:`_run`.
+
+        Args:
+            model: as the trainer calls it.
+            num_items: what Trainer counts the loss's items by, or None.
+
+        Raises:
+            ValueError: slices that cannot be computed together; whatever :meth:`TreeUpdate.run` raises.
+        """
         slices, self.slices = self.slices, []
         with self.ranks.together():
-            self._check_keys([one.batch for one in slices])
+            self._check([one.batch for one in slices])
             self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
         loss_device = self._loss_device(slices)
         if loss_device is not None:
             num_items = num_items.cpu() if isinstance(num_items, torch.Tensor) else num_items
             slices = [replace(one, batch=batch) for one, batch in zip(slices, on_cpu(slices), strict=True)]
         self._inner = {id(one): self._unwrapped(one) for one in (model, self.trainer.model)}
+        self._num_slices = len(slices)
         try:
-            self.totals = self._totals([one.batch for one in slices])
-            reasons = [self._reason_to_score(one) for one in slices]
-            reason = next((found for found in reasons if found is not None), None)
-            self._num_slices = len(slices)
-            return self._update(model, self.trainer.args.device).run(
-                slices,
-                lambda one: PaddedRows.from_batch(one.batch, keeps_all=self.counts_all_tokens),
-                lambda one, leaves: self._loss(model, one, leaves, num_items, is_last=one is slices[-1]),
-                names=(*LABEL_VALUES, *self.router_loss.names),
-                unscored="probe" if reason is None else "never",
-                reason=reason or "",
-                probing=self._without_metrics,
-                loss_device=loss_device,
-            )
+            return self._run(model, slices, num_items, loss_device)
         finally:
             self._settings.restore()
             self.totals = self.scaled_loss = None
             self._inner = {}
+
+    def _run(self, model: nn.Module, slices: list[TRLSlice], num_items: Any, loss_device: str | None) -> UpdateReport:
+        """The update of a step, with TRL's own loss; what a kind of training does in its own way."""
+        self.totals = self._totals([one.batch for one in slices])
+        reasons = [self._reason_to_score(one) for one in slices]
+        reason = next((found for found in reasons if found is not None), None)
+        return self._update(model, self.trainer.args.device).run(
+            slices,
+            lambda one: PaddedRows.from_batch(one.batch, keeps_all=self.counts_all_tokens),
+            lambda one, leaves: self._loss(model, one, leaves, num_items, is_last=one is slices[-1]),
+            names=(*LABEL_VALUES, *self.router_loss.names),
+            unscored="probe" if reason is None else "never",
+            reason=reason or "",
+            probing=self._without_metrics,
+            loss_device=loss_device,
+        )
 
     def leaves(self, model: nn.Module, batch: dict[str, Any]) -> SliceLeaves:
         """Those of the slice whose loss is being computed; elsewhere (evaluation) the scores of a batch."""
@@ -242,7 +196,7 @@ class TreePolicy:
     def _totals(self, batches: list[dict[str, Any]]) -> StepTotals | None:
         return StepTotals.of(batches, self.ranks) if any(WEIGHTS in batch for batch in batches) else None
 
-    def _check_keys(self, batches: list[dict[str, Any]]) -> None:
+    def _check(self, batches: list[dict[str, Any]]) -> None:
         with_episodes = [WEIGHTS in batch for batch in batches]
         if any(with_episodes) and not all(with_episodes):
             raise ValueError(
@@ -319,28 +273,3 @@ class TreePolicy:
         finally:
             metrics.clear()
             metrics.update(kept)
-
-
-def on_cpu(slices: list[TRLSlice]) -> list[dict[str, Any]]:
-    """The batches of slices on the CPU: copied all at once, and waited for once."""
-    found = [
-        {k: v.to("cpu", non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in one.batch.items()}
-        for one in slices
-    ]
-    devices = {v.device for one in slices for v in one.batch.values() if isinstance(v, torch.Tensor) and v.is_cuda}
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
-    return found
-
-
-def planner_of(trainer: Any, model: nn.Module) -> WindowPlanner:
-    """Plans windows of a model by a trainer's settings."""
-    config, stored = trainer.args.planner_config(), next(model.parameters()).dtype
-    sizes = handed_sizes(
-        model,
-        torch.bfloat16 if trainer.args.bf16 else stored,
-        keys_dtype=stored,  # autocast leaves what rotary embeddings and norms return in float32
-        expand_latents=trainer.args.tree_handoff_latents == "expanded",
-    )
-    cost = with_handed_bytes(config.cost or DEFAULT_COST, sizes)
-    return WindowPlanner(config=replace(config, cost=cost), vocab_size=vocab_size_of(model))

@@ -7,8 +7,11 @@ import torch
 from torch import nn
 
 from harts_hf.modeling import ENTROPY, LOG_PROB
-from harts_hf.runtime.update import Leaves, TreeUpdate, UpdateReport
-from harts_hf.trainers.policy import TreePolicy, TRLSlice, on_cpu, planner_of
+from harts_hf.runtime import TreeUpdate, UpdateReport
+from harts_hf.runtime.job import Leaves
+from harts_hf.trainers.micro_steps import TRLSlice
+from harts_hf.trainers.planning import planner_of
+from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.ppo_loss import PolicyTerms, PolicyTokens, Sums, policy_loss, value_loss
 from harts_hf.trainers.ppo_rows import IS_TRAINED, ValuedRows
 from harts_hf.trainers.rows import PaddedRows
@@ -64,27 +67,18 @@ class TreeActorCritic(TreePolicy):
             found |= self._value_update(input_ids.device).score(valued, (VALUE,))
         return found[LOG_PROB], found[VALUE]
 
-    def step(self, model: nn.Module, num_items: Any) -> UpdateReport:
-        """Runs the kept minibatch as one update."""
-        slices, self.slices = self.slices, []
+    def _run(self, model: nn.Module, slices: list[TRLSlice], num_items: Any, loss_device: str | None) -> UpdateReport:
         trains_policy = self.trainer.state.global_step >= self.trainer.args.value_warmup_steps
-        loss_device = self._loss_device(slices)
-        if loss_device is not None:
-            slices = [replace(one, batch=batch) for one, batch in zip(slices, on_cpu(slices), strict=True)]
-        self._inner = {id(one): self._unwrapped(one) for one in (model, self.trainer.model)}
         self._sums: Sums = {}
         update = self._update(model, self.trainer.args.device)
-        try:
-            if self.value_model is None:
-                self.head.is_detached = not trains_policy
-                report = self._run(update, slices, (*POLICY_VALUES, VALUE), loss_device)
-            else:
-                report = self._run_value_model(slices, loss_device)
-                if trains_policy:
-                    policy = self._run(update, slices, POLICY_VALUES, loss_device)
-                    report = replace(policy, loss=policy.loss + report.loss)
-        finally:
-            self._inner = {}
+        if self.value_model is None:
+            self.head.is_detached = not trains_policy
+            report = self._run_one(update, slices, (*POLICY_VALUES, VALUE), loss_device)
+        else:
+            report = self._run_value_model(slices, loss_device)
+            if trains_policy:
+                policy = self._run_one(update, slices, POLICY_VALUES, loss_device)
+                report = replace(policy, loss=policy.loss + report.loss)
         self._log("train", slices[0].batch)
         return report
 
@@ -106,7 +100,7 @@ class TreeActorCritic(TreePolicy):
     def _rows(self, batch: dict[str, Any]) -> ValuedRows:
         return ValuedRows.from_batch(batch, otherwise=batch[OTHERWISE].cpu().numpy())
 
-    def _run(
+    def _run_one(
         self, update: TreeUpdate, slices: list[TRLSlice], names: tuple[str, ...], loss_device: str | None
     ) -> UpdateReport:
         return update.run(
@@ -123,7 +117,7 @@ class TreeActorCritic(TreePolicy):
         assert self.value_model is not None
         self.value_model.zero_grad()
         self.value_model.train()
-        report = self._run(self._value_update(self.trainer.args.device), slices, (VALUE,), loss_device)
+        report = self._run_one(self._value_update(self.trainer.args.device), slices, (VALUE,), loss_device)
         if self.trainer.args.max_grad_norm:
             nn.utils.clip_grad_norm_(self.value_model.parameters(), self.trainer.args.max_grad_norm)
         return report

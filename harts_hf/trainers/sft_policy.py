@@ -9,9 +9,10 @@ from torch import nn
 from trl.trainer.utils import FusedCausalLMOutput
 
 from harts_hf.modeling import ENTROPY, HEAD_VALUES, IS_TOP1, LOG_PROB
-from harts_hf.runtime.update import Leaves, UpdateReport
-from harts_hf.trainers.policy import TreePolicy, TRLSlice
-from harts_hf.trainers.settings import SettingsOfSlices
+from harts_hf.runtime import UpdateReport
+from harts_hf.runtime.job import Leaves
+from harts_hf.trainers.micro_steps import TRLSlice
+from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.texts import LabelledRows
 
 # Of a row: its loss counts so many times.
@@ -27,27 +28,24 @@ class TreeTexts(TreePolicy):
         trainer: an ``SFTTrainer`` whose model is patched.
     """
 
-    def step(self, model: nn.Module, num_items: Any) -> UpdateReport:
-        """Runs the kept slices as one update, with TRL's own loss."""
-        slices, self.slices = self.slices, []
-        with self.ranks.together():
-            self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
+    def _run(self, model: nn.Module, slices: list[TRLSlice], num_items: Any, loss_device: str | None) -> UpdateReport:
         loss_type = self.trainer.args.loss_type
         reason = "" if loss_type == "nll" else f"loss_type_{loss_type}"
         reason = "router_aux_loss" if self.router_loss.is_on else reason
-        self._num_slices = len(slices)
-        try:
-            return self._update(model, self.trainer.args.device).run(
-                slices,
-                lambda one: LabelledRows.from_batch(one.batch, keeps_all=self.counts_all_tokens),
-                lambda one, leaves: self._loss_of_texts(model, one, leaves, num_items),
-                names=(*HEAD_VALUES, *self.router_loss.names),
-                unscored="never" if reason else "always",
-                reason=reason,
-                probing=self._without_metrics,
-            )
-        finally:
-            self._settings.restore()
+        return self._update(model, self.trainer.args.device).run(
+            slices,
+            lambda one: LabelledRows.from_batch(one.batch, keeps_all=self.counts_all_tokens),
+            lambda one, leaves: self._loss_of_texts(model, one, leaves, num_items),
+            names=(*HEAD_VALUES, *self.router_loss.names),
+            unscored="never" if reason else "always",
+            reason=reason,
+            probing=self._without_metrics,
+            loss_device=loss_device,
+        )
+
+    def _loss_device(self, slices: list[TRLSlice]) -> str | None:
+        """TRL's loss of labelled rows is a few operations: where the model is."""
+        return None
 
     def answer(self, model: nn.Module, batch: dict[str, Any]) -> FusedCausalLMOutput:
         """What TRL's loss asks its model for: ``[B, T - 1]`` of each label, leaves inside a step's loss."""

@@ -1,12 +1,10 @@
 """One rank fails: every rank raises with its rank and its words, or the job ends; nobody waits, no step is wrong."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from support.launching import launch, run_processes
 
 SCRIPT = Path(__file__).parent / "fail_ranks.py"
 # What rank 0 and rank 1 raise.
@@ -27,26 +25,11 @@ EXPECTED = {
 pytestmark = pytest.mark.distributed
 
 
-def launch(*arguments: str) -> subprocess.CompletedProcess:
-    """Two processes."""
-    support = str(SCRIPT.parents[1])
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [support, os.environ.get("PYTHONPATH")])),
-    }
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
-    return subprocess.run(
-        [sys.executable, *command, *arguments], env=environment, capture_output=True, text=True, timeout=300
-    )
-
-
 @pytest.fixture(scope="module")
 def raised(tmp_path_factory):
     """What each rank raised, by failure; the processes go on to the next one."""
     folder = tmp_path_factory.mktemp("failures")
-    done = launch(str(folder), "ddp", *EXPECTED)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_processes(SCRIPT, folder, "ddp", *EXPECTED)
     return {name: [(folder / f"{name}-{rank}").read_text() for rank in (0, 1)] for name in EXPECTED}
 
 
@@ -60,6 +43,6 @@ def test_all_ranks_raise(failure, raised):
 def test_inside_an_op(tmp_path):
     """Nobody can be told: that process ends with its error in the log, and the launcher ends the others."""
     started = time.perf_counter()
-    done = launch(str(tmp_path), "fsdp2", "op")
+    done = launch(SCRIPT, tmp_path, "fsdp2", "op")
     assert done.returncode != 0 and "no memory is left in an op" in done.stderr
     assert time.perf_counter() - started < 240

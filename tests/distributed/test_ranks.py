@@ -4,14 +4,12 @@ Float32. Budget: after three SGD steps the backends of stock TRL differ from one
 and by 2.1e-7 in ``bailing_hybrid`` (sums in another order); the training moves parameters by 3e-3.
 """
 
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.launching import run_processes
 from support.models import tiny_model
 
 SCRIPT = Path(__file__).parent / "train_ranks.py"
@@ -78,17 +76,7 @@ pytestmark = pytest.mark.distributed
 
 def launch(folder: Path, count: int, cases: list[str]) -> dict[str, list[dict]]:
     """What each rank has after each case; asserts that so many ranks of the real backend ran."""
-    support = str(SCRIPT.parents[1])
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [support, os.environ.get("PYTHONPATH")])),
-    }
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), str(SCRIPT)]
-    done = subprocess.run(
-        [sys.executable, *command, str(folder), *cases], env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_processes(SCRIPT, folder, *cases, count=count, timeout=900)
     found = {case: [pickle.loads((folder / f"{case}-{rank}").read_bytes()) for rank in range(count)] for case in cases}
     for case, ranks in found.items():
         kind, wrapper = WRAPPERS[case.partition(":")[0]]

@@ -5,13 +5,11 @@ training moves parameters by 3e-3.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.launching import run_processes
 from support.models import tiny_model
 
 SCRIPT = Path(__file__).parent / "train_two.py"
@@ -26,21 +24,7 @@ pytestmark = pytest.mark.distributed
 
 def train(kind: str, backend: str, folder: Path) -> tuple[dict[str, torch.Tensor], list[dict]]:
     """Rank 0's whole parameters and both ranks' facts; asserts that two ranks of the real backend ran."""
-    support = str(SCRIPT.parents[1])
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [support, os.environ.get("PYTHONPATH")])),
-    }
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
-    done = subprocess.run(
-        [sys.executable, *command, kind, backend, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_processes(SCRIPT, kind, backend, folder)
     facts = [json.loads((folder / f"{kind}-{backend}-{rank}.json").read_text()) for rank in (0, 1)]
     for fact in facts:
         assert (fact["world_size"], fact["distributed_type"], fact["wrapper"]) == (2, *WRAPPERS[backend])

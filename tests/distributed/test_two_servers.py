@@ -1,12 +1,10 @@
 """Two processes over gloo whose parameters are sharded sample on vLLM servers, one process three times as much."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.launching import run_processes
 
 SCRIPT = Path(__file__).parent / "sample_two.py"
 # "zero3" ("DeepSpeedEngine") passes too, in twice the time: by hand.
@@ -17,17 +15,7 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize("backend", WRAPPERS)
 def test_ragged_sampling_and_a_broken_server(backend, tmp_path):
     """Nobody waits for anybody; importance ratios are 1; what one process's server has wrong stops both at once."""
-    support = str(SCRIPT.parents[1])
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [support, os.environ.get("PYTHONPATH")])),
-    }
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT), backend]
-    done = subprocess.run(
-        [sys.executable, *command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_processes(SCRIPT, backend, tmp_path, timeout=300)
     facts = [json.loads((tmp_path / f"{backend}-{rank}.json").read_text()) for rank in (0, 1)]
     for fact in facts:
         assert (fact["world_size"], fact["wrapper"], fact["step"]) == (2, WRAPPERS[backend], 2)

@@ -52,14 +52,14 @@ def plant_untouched() -> None:
     """A microbatch that scores nothing gets a scalar without a graph behind it."""
     from harts_hf.runtime import run
 
-    stock = run._inner_product
+    stock = run.inner_product
 
     def planted(answered, coefficients):
         if len(answered.wanted.labels.rows) == 0:
             return torch.zeros((), requires_grad=True)
         return stock(answered, coefficients)
 
-    run._inner_product = planted
+    run.inner_product = planted
 
 
 def count_own_microbatches(trainer) -> list[int]:

@@ -19,8 +19,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_lo
 from harts_hf import PlannerConfig, patch, unpatch
 from harts_hf.modeling import EXPERT_LOAD, ROUTER_CHOICES, ROUTER_PROBABILITIES, find_routers, load_balancing_loss
 from harts_hf.runtime import TreeUpdate, TreeValues, TreeWindow, WindowPlanner, WindowRun, window_values
+from harts_hf.runtime.options import RunOptions
 from harts_hf.runtime.ranks import Ranks
-from harts_hf.runtime.run import RunOptions
 from harts_hf.runtime.slices import SliceTable
 
 COEFFICIENTS = (0.7, -1.3, 0.4, 1.1, -0.2, 0.9)

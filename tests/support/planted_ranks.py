@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from harts_hf.runtime import Ranks, TreeValues, update
+from harts_hf.runtime import Ranks, TreeValues, passes, update
 from harts_hf.runtime.ops import Mode, ops_of
 from harts_hf.runtime.window import TreeWindow
 from support.planted import _wrap
@@ -19,7 +19,7 @@ def coefficients_of_one_rank(monkeypatch: Any) -> None:
         seen.add(ranks.index)
         return original(values, ranks)
 
-    _wrap(monkeypatch, update, "add_up_values", add_up)
+    _wrap(monkeypatch, passes, "add_up_values", add_up)
 
 
 def values_of_a_rank_missing(monkeypatch: Any) -> None:
@@ -32,7 +32,7 @@ def values_of_a_rank_missing(monkeypatch: Any) -> None:
             return values
         return original(values, ranks)
 
-    _wrap(monkeypatch, update, "add_up_values", add_up)
+    _wrap(monkeypatch, passes, "add_up_values", add_up)
 
 
 def sums_of_one_rank(monkeypatch: Any) -> None:
@@ -41,7 +41,7 @@ def sums_of_one_rank(monkeypatch: Any) -> None:
     def add_up(original: Any, values: TreeValues, ranks: Ranks) -> TreeValues:
         return replace(original(values, ranks), sums=values.sums)
 
-    _wrap(monkeypatch, update, "add_up_values", add_up)
+    _wrap(monkeypatch, passes, "add_up_values", add_up)
 
 
 def own_trajectories_first(monkeypatch: Any) -> None:

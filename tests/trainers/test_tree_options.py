@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 from harts_hf import TreeGMPOConfig, TreeGMPOTrainer, TreeGRPOConfig, TreeGRPOTrainer, UnsupportedModelError
 from harts_hf.errors import HartsWarning
 from harts_hf.planner import CostModel
-from harts_hf.runtime import update
+from harts_hf.runtime import passes
 from harts_hf.trainers.ranks import check_backend
 
 METRICS = {
@@ -358,12 +358,12 @@ def test_handoff_options_reach_the_run(tmp_path, monkeypatch):
     """Latents, offloading and deterministic attention as the configuration says."""
     seen = []
 
-    class Spy(update.WindowRun):
+    class Spy(passes.WindowRun):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             seen.append((self.handoff.expand_latents, self.handoff.offload, self.options.deterministic))
 
-    monkeypatch.setattr(update, "WindowRun", Spy)
+    monkeypatch.setattr(passes, "WindowRun", Spy)
     tree_run(tmp_path / "default", max_steps=1)
     assert set(seen) == {(False, False, False)}
     seen.clear()
