@@ -42,7 +42,10 @@ def tree_metrics_of_the_code():
     """Names below `tree/`."""
     names = {key for node in functions("trainers/metrics.py", "tree_metrics") for key in keys_of(node)} - INTERNAL
     names |= {key for node in functions("trainers/expert_load.py", "note") for key in keys_of(node)}
-    seconds = re.findall(r'seconds\["(\w+)"\]', (PACKAGE / "runtime" / "update.py").read_text())
+    runtime = "\n".join(path.read_text() for path in sorted((PACKAGE / "runtime").glob("*.py")))
+    seconds = re.findall(r'seconds\["(\w+)"\]', runtime)
+    for display in re.findall(r"seconds = \{(.*)\}", runtime):
+        seconds += re.findall(r'"(\w+)":', display)
     return names | {f"{name}_seconds" for name in {*seconds, "planning"}}
 
 
