@@ -4,8 +4,11 @@ import argparse
 import errno
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
 
 
 def check_output_file(option: str, name: str | None) -> None:
@@ -55,15 +58,24 @@ def _is_part_of(output: str, name: str) -> bool:
     return new.samefile(old) or (new.is_file() and old in new.parents)
 
 
-def check_output_folder(option: str, name: str) -> None:
+def check_output_folder(option: str, name: str, *, makes: bool = True) -> None:
     """Makes the folder that ``option`` says and checks that files can be written into it.
+
+    Args:
+        option: what names it.
+        name: the folder.
+        makes: if not, nothing is made: where it is not there, the nearest folder above it is tried.
 
     Raises:
         ValueError: they cannot; the message names the option, the folder and the reason.
     """
     try:
-        Path(name).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=name):
+        folder = Path(name)
+        if makes:
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            folder = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ValueError(
@@ -114,3 +126,19 @@ def seed(text: str) -> int:
     if not 0 <= value < 2**32:
         raise argparse.ArgumentTypeError(f"expected at least 0 and less than 2**32, got {text}")
     return value
+
+
+def picked(values: Sequence[Value], indices: Sequence[int] | None, most: int) -> list[Value]:
+    """Some entries by index, or the first ones, at most so many.
+
+    Raises:
+        ValueError: an index past the end or below 0, or fewer than one asked for.
+    """
+    if indices is None:
+        if most < 1:
+            raise ValueError(f"expected at least one group, got {most}")
+        return list(values[:most])
+    wrong = [index for index in indices if not 0 <= index < len(values)]
+    if wrong:
+        raise ValueError(f"expected groups from 0 to {len(values) - 1}, got {wrong[0]}")
+    return [values[index] for index in indices]

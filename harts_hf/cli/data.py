@@ -1,5 +1,6 @@
 """The data sets of a recipe: prompts to train on, and to evaluate."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,48 @@ from harts_hf.cli.train_arguments import TrainArguments
 FORMS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainPrompts:
+    """What a trainer goes through.
+
+    Attributes:
+        dataset: of prompts; None where TRL's environments bring their own.
+        number: how many prompts there are before any is repeated; None where nobody knows.
+    """
+
+    dataset: Any = None
+    number: int | None = None
+
+
 def train_dataset(arguments: TrainArguments, training: Any, source: RolloutSource) -> Any:
-    """Prompts to train on; None where TRL's environments bring their own.
+    """The data set of :func:`train_prompts`."""
+    return train_prompts(arguments, training, source).dataset
+
+
+def train_prompts(arguments: TrainArguments, training: Any, source: RolloutSource) -> TrainPrompts:
+    """Prompts to train on: of a data set, of the rollouts' source, or the environment's or agent's own, over and over.
 
     Raises:
         ValueError: there are none; rows without a prompt; no number of steps where prompts are gone through again and
             again.
     """
     if arguments.dataset_name is not None:
-        return _named(arguments, arguments.dataset_train_split)
+        return _whole(_named(arguments, arguments.dataset_train_split))
     if source.make_dataset is not None:
-        return source.make_dataset()
+        return _whole(source.make_dataset())
     if source.plays_itself and source.collector is None:
-        return None  # TRL makes one
+        return TrainPrompts()  # TRL makes one
     prompts = _own_prompts(arguments, source, "train on")
     if training.max_steps < 1:
         raise ValueError(f"expected max_steps of at least 1 where no dataset is named, got {training.max_steps}")
     per_step = training.generation_batch_size // training.num_generations
     count = max(training.max_steps * per_step, len(prompts))
-    return Dataset.from_dict({"prompt": [prompts[index % len(prompts)] for index in range(count)]})
+    dataset = Dataset.from_dict({"prompt": [prompts[index % len(prompts)] for index in range(count)]})
+    return TrainPrompts(dataset=dataset, number=None if source.plays_itself else len(prompts))
+
+
+def _whole(dataset: Any) -> TrainPrompts:
+    return TrainPrompts(dataset=dataset, number=len(dataset) if hasattr(dataset, "__len__") else None)  # or a stream
 
 
 def eval_dataset(arguments: TrainArguments, training: Any, source: RolloutSource) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from harts_hf.cli.output import printable, printable_lines
 from harts_hf.errors import HartsWarning
 from harts_hf.rollouts.files import RolloutFile, read_rollout_file
+from harts_hf.rollouts.messages import TokenizerOnDemand
 from harts_hf.rollouts.readers import FORMS
 from harts_hf.rollouts.readers.samples import SAMPLES_PER
 from harts_hf.rollouts.vocabulary import check_vocabulary
@@ -95,6 +96,11 @@ def load_tokenizer(name: str, *, option: str = "--tokenizer", local_files_only: 
         raise ValueError(f"{expected}, got {name!r}: {reason}") from error
 
 
+def tokenizer_on_demand(name: str | None) -> TokenizerOnDemand | None:
+    """:func:`load_tokenizer` of a name when the first row needs it, so that bad files are refused before."""
+    return None if name is None else TokenizerOnDemand(lambda: load_tokenizer(name))
+
+
 def is_random(name: str) -> bool:
     """Whether the name is a configuration alone, whose model gets random weights."""
     path = Path(name)
@@ -128,6 +134,31 @@ def load_model(name: str, dtype: Any, *, seed: int, random_weights: bool = False
     except Exception as error:  # Transformers has many: of the hub, of damaged files, of fields of the configuration
         raise ValueError(
             f"expected --model to be a model's folder, configuration or name, got {name!r}: {error}"
+        ) from error
+
+
+def empty_model(name: str) -> Any:
+    """The causal language model of a configuration, on the meta device in bfloat16; nothing is downloaded.
+
+    Args:
+        name: a folder, a ``.json`` file with a configuration, or a name in the local Hugging Face cache.
+
+    Raises:
+        ValueError: no configuration that can be loaded is there.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = Path(name)
+    try:
+        config = _config_of_file(path) if path.is_file() else AutoConfig.from_pretrained(name, local_files_only=True)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config.get_text_config(), dtype=torch.bfloat16)
+    except Exception as error:  # as in load_model
+        reason = f"{error}".split("\n")[0] if path.exists() else "no such folder or file, and nothing of it is cached"
+        raise ValueError(
+            f"expected --model to be a model's folder, configuration or name in the local Hugging Face cache, got "
+            f"{name!r}: {reason}"
         ) from error
 
 

@@ -50,11 +50,12 @@ def split_recipe(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return options[index + 1], options[:index] + options[index + 2 :]
 
 
-def parse(argv: Sequence[str]) -> tuple[TrainArguments, Any, PolicyArguments]:
+def parse(argv: Sequence[str], *, unknown: list[str] | None = None) -> tuple[TrainArguments, Any, PolicyArguments]:
     """Reads the recipe and the command line.
 
     Args:
         argv: the recipe's path, then ``--field value`` pairs; the recipe may be left out.
+        unknown: gets what there is to say of keys that are not known; None to have it raised.
 
     Returns:
         The recipe's own arguments, those of its trainer (a ``TreeGRPOConfig`` for ``trainer: grpo``), its policy's.
@@ -79,27 +80,28 @@ def parse(argv: Sequence[str]) -> tuple[TrainArguments, Any, PolicyArguments]:
         allow_abbrev=False,
     )
     actions = {action.dest: action for action in reversed(parser._actions)}
-    unknown = [name for name in recipe if name not in actions]
+    strange = [name for name in recipe if name not in actions]
     if recipe.get("resume_from_checkpoint") is True:  # a folder otherwise
         recipe["resume_from_checkpoint"] = "true"
-    for name in recipe.keys() & actions.keys():
-        _check_value(actions[name], hints.get(name), recipe[name])
+    _check_values(recipe, actions, hints, strange)
     parser.set_defaults_with_config(**{name: value for name, value in recipe.items() if name in actions})
     try:
         *parsed, rest = parser.parse_args_into_dataclasses(options, return_remaining_strings=True)
     except ZeroDivisionError as error:  # TRL divides by it before it checks it
         raise ValueError("expected num_generations of at least 2, got 0") from error
     except ValueError as error:  # of a configuration, which must not hide a misspelt key that led to it
-        if unknown:
-            raise ValueError(unknown_message(unknown, set(actions))) from error
+        if strange:
+            raise ValueError(f"{unknown_message(strange, set(actions))}; {error}") from error
         if "generation_batch_size" in str(error) and not _said(recipe, options, "generation_batch_size"):
             raise ValueError(f"{error} {GENERATION_BATCH}") from error
         raise
     except (TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:  # of TRL's own checks
         raise ValueError(f"expected settings that TRL takes, got {type(error).__name__}: {error}") from error
-    unknown += [name for name in rest if name.startswith("--")] or rest
-    if unknown:
-        raise ValueError(unknown_message(unknown, set(actions)))
+    strange += [name for name in rest if name.startswith("--")] or rest
+    if strange and unknown is None:
+        raise ValueError(unknown_message(strange, set(actions)))
+    if strange and unknown is not None:
+        unknown.append(unknown_message(strange, set(actions)))
     arguments, training, model = parsed
     _join_dictionaries(arguments, recipe, options, keys)
     arguments.asks_for_bar = not training.disable_tqdm and (
@@ -239,6 +241,21 @@ def _take_dictionary_keys(options: list[str]) -> dict[str, dict[str, Any]]:
         except json.JSONDecodeError:
             keys.setdefault(name, {}).setdefault(key, value)
     return keys
+
+
+def _check_values(
+    recipe: dict[str, Any], actions: Mapping[str, argparse.Action], hints: Mapping[str, Any], strange: Sequence[str]
+) -> None:
+    """Raises one ValueError for all of a recipe's values that their fields refuse."""
+    wrong = []
+    for name in recipe:
+        if name in actions:
+            try:
+                _check_value(actions[name], hints.get(name), recipe[name])
+            except ValueError as error:
+                wrong.append(str(error))
+    if wrong:
+        raise ValueError("; ".join([*([unknown_message(strange, set(actions))] if strange else []), *wrong]))
 
 
 def _check_value(action: argparse.Action, hint: Any, value: Any) -> None:

@@ -39,6 +39,9 @@ class TrainArguments(SourceArguments, ScriptArguments):
             what would be refused, and stop: exit status 0, or 1 where something would be refused.
         dry_run_rollouts (`str`, *optional*):
             Rollout file to plan in a dry run; by default `recorded_rollouts`, else made up from the recipe's numbers.
+        dry_run_memory (`str`, *optional*):
+            Memory of a GPU, such as `141GB` or `80GiB`, that a dry run fits limits into which are
+            `auto`; by default that of this machine's first GPU.
     """
 
     trainer: str = field(
@@ -71,6 +74,10 @@ class TrainArguments(SourceArguments, ScriptArguments):
         metadata={"help": "Print what the training would take and what would be refused, without weights, and stop."},
     )
     dry_run_rollouts: str | None = field(default=None, metadata={"help": "Rollout file to plan in a dry run."})
+    dry_run_memory: str | None = field(
+        default=None,
+        metadata={"help": "Memory of a GPU (141GB, 80GiB) that a dry run fits limits into which are 'auto'."},
+    )
     # Whether recipe or command line say `disable_tqdm: false`, which is also its default.
     asks_for_bar: bool = field(default=False, init=False)
 

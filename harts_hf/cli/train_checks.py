@@ -49,7 +49,7 @@ def check_folders(training: Any, model: PolicyArguments, recipe: str | None, *, 
         training: the trainer's arguments.
         model: the recipe's.
         recipe: its file.
-        makes: whether the output folder is made.
+        makes: whether the output folder is made; if not, it is checked whether it could be.
 
     Raises:
         ValueError: an output that is an input, a folder that cannot be written, a checkpoint that is none.
@@ -57,8 +57,7 @@ def check_folders(training: Any, model: PolicyArguments, recipe: str | None, *, 
     refuse_to_overwrite(training.output_dir, model.model_name_or_path)
     for name in REPORT_FILES:
         refuse_to_overwrite(os.path.join(training.output_dir, name), recipe)
-    if makes:
-        check_output_folder("output_dir", training.output_dir)
+    check_output_folder("output_dir", training.output_dir, makes=makes)
     checkpoint = training.resume_from_checkpoint
     if str(checkpoint).lower() == "true":
         checkpoint = training.resume_from_checkpoint = _newest_whole(training.output_dir)

@@ -1,11 +1,19 @@
-"""Activation checkpointing that is off for a while, by the names that Transformers has for it now.
+"""Activation checkpointing in trainers of TRL: of some layers (``every_n_layers`` of Transformers), and off for a while.
 
-TRL 1.16 does the same by names that Transformers 5.24 has given up, each of which warns the user.
+TRL (1.16) switches checkpointing off around each generation, and on again with all of
+``gradient_checkpointing_kwargs`` as PyTorch's. Two of them are Transformers' own: they would reach the layers'
+forwards, and every layer would be computed twice. It does so by names that Transformers (5.24) has given up, each of
+which warns the user; here they have their present names.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
+
+from transformers import PreTrainedModel
+
+_ENABLE = "gradient_checkpointing_enable"
 
 
 @contextmanager
@@ -24,3 +32,26 @@ def without_checkpointing(model: Any, activation_checkpointing_kwargs: dict[str,
     finally:
         if was_on:
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=activation_checkpointing_kwargs)
+
+
+def allow_some_layers(model: PreTrainedModel) -> None:
+    """Lets checkpointing be switched on with ``every_n_layers`` and ``offload`` among PyTorch's arguments.
+
+    Args:
+        model: a causal language model of Transformers, without a wrapper.
+    """
+    if _ENABLE not in vars(model):
+        setattr(model, _ENABLE, MethodType(_enable, model))
+
+
+def _enable(
+    self: Any,
+    gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
+    every_n_layers: int = 1,
+    offload: bool = False,
+) -> None:
+    options = dict(gradient_checkpointing_kwargs or {})
+    own = {"every_n_layers": every_n_layers, "offload": offload}
+    own |= {name: options.pop(name) for name in own if name in options}
+    # What the method of the old name does where it is overridden, as here, after it has warned.
+    self._activation_checkpointing_enable(options or None, **own)

@@ -18,6 +18,9 @@ from harts_hf.modeling.outputs import HEAD_VALUES, RowValue, Sum
 from harts_hf.modeling.routers import router_outputs
 from harts_hf.modeling.routing import unwatch_routers, watch_routers
 
+# Where PEFT's ModulesToSaveWrapper has the copies that it trains.
+SAVED_COPIES = "modules_to_save"
+
 
 def patch(model: nn.Module) -> nn.Module:
     """Teaches one model instance to run on rollout trees, in place.
@@ -165,17 +168,19 @@ def vocab_size_of(model: nn.Module) -> int:
 def _find_mixers(model: Any, family: Family) -> list[tuple[nn.Module, type[nn.Module]]]:
     linear: Any = family.class_named(family.linear_mixer)
     full: Any = family.class_named(family.full_mixer)
+    named = [(name, module) for name, module in model.named_modules() if type(module) in (linear, full)]
     found = [
         # mypy does not see that classes are hashable.
         (module, tree_linear_class(linear, family) if type(module) is linear else tree_attention_class(full, family))  # type: ignore[arg-type]
-        for module in model.modules()
-        if type(module) in (linear, full)
+        for _, module in named
     ]
+    # PEFT keeps the original of a mixer that it trains whole beside the copy, and runs one of them.
+    count = sum(f".{SAVED_COPIES}." not in name for name, _ in named)
     expected = len(model.config.layer_types)
-    if len(found) != expected:
+    if count != expected:
         raise UnsupportedModelError(
             f"expected {expected} token mixers ({linear.__name__}, {full.__name__}) in {type(model).__name__}, found "
-            f"{len(found)}"
+            f"{count}"
         )
     replaced = [type(module).__name__ for module, _ in found if "forward" in vars(module)]
     if replaced:

@@ -8,14 +8,14 @@ import numpy as np
 
 from harts_hf.rollouts.calls import Calls
 from harts_hf.rollouts.contract import finite
-from harts_hf.rollouts.engines.opening import open_engine
+from harts_hf.rollouts.engines.opening import open_engine, wants_routes
 from harts_hf.rollouts.environment import Environment, EnvironmentFactory
 from harts_hf.rollouts.environments.chat import ChatWriter
 from harts_hf.rollouts.environments.report import FailureReport
 from harts_hf.rollouts.environments.texts import LongObservations, ObservationLimit
 from harts_hf.rollouts.environments.workers import Workers
 from harts_hf.rollouts.environments.writers import AnyWriter
-from harts_hf.rollouts.episodes import ABSENT
+from harts_hf.rollouts.episodes import ABSENT, ROUTED_EXPERTS
 from harts_hf.rollouts.forks import ForkPolicy, NoForks, TurnForks, check_policy
 from harts_hf.rollouts.salvage import place_of_failures, rollout_row, saved_on_failure
 from harts_hf.rollouts.sampled import SampledRollout
@@ -113,17 +113,26 @@ class TreeRolloutCollector:
         self._policy.check(max_turns=self._max_turns, num_episodes=args.num_generations)
 
     def check_tokenizer(self, tokenizer: Any, *, use_vllm: bool) -> None:
-        """Checks before anything is sampled that ``chat`` has a template; what else it has to do shows in its use.
+        """Checks before anything is sampled that messages have a chat template, and tools one that writes them.
+
+        An environment is made for it, and closed.
 
         Args:
             tokenizer: of the policy.
             use_vllm: whether a server samples; it makes no difference.
 
         Raises:
-            ValueError: ``chat``, and a tokenizer without a chat template.
+            ValueError: ``chat`` or environments whose turns are messages, and a tokenizer without a chat template;
+                tools, and a template that does not write them or whose calls TRL cannot parse.
         """
-        if self._chat:
-            ChatWriter(tokenizer, end_ids=())
+        environment = self._environment()
+        try:
+            if self._chat or environment.takes_messages:
+                writer = ChatWriter(tokenizer, end_ids=())
+                if environment.offers_tools:
+                    writer.check_tools()
+        finally:
+            environment.close()
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Samples one tree per prompt group.
@@ -134,7 +143,8 @@ class TreeRolloutCollector:
 
         Returns:
             ``len(prompts)`` rows in the order of the prompts: ``prompt_ids``, ``completion_ids``, ``logprobs``,
-            ``env_mask`` (lists of lists, see :class:`SampledRollout`), and for reward functions ``environment_reward``
+            ``env_mask`` (lists of lists, see :class:`SampledRollout`), where the trainer replays the engine's routes
+            ``routed_experts`` (likewise), and for reward functions ``environment_reward``
             (floats or None), ``environment_failed`` and ``truncated`` (bools; a limit ended it), ``tree`` and
             ``num_turns`` (ints); of TRL's environments also ``environments``, as they stood at the end (None where
             they failed). An episode without a reward because its environment failed has no token in its mask.
@@ -165,6 +175,7 @@ class TreeRolloutCollector:
                 num_episodes=num_episodes,
                 seed=sampling_seed,
                 failed_reward=self._failed_reward,
+                routes=wants_routes(trainer.args),
             )
             begin = [partial(self._begin, row, seed) for row, seed in zip(rows, seeds, strict=True)]
             with saved_on_failure(lambda: _file_rows(sampler.rollouts()), *place_of_failures(trainer)):
@@ -176,7 +187,10 @@ class TreeRolloutCollector:
             self.last_sampling_tokens = engine.num_read_tokens - read_before
         counts = {"cut_observations": writer.num_cut - num_cut, "out_of_room": sampler.num_out_of_room}
         self.last_metrics = self._report.of(rollouts, trainer, counts=counts)
-        return _rows(rollouts, stand_in=trainer.eos_token_ids[0])
+        found = _rows(rollouts, stand_in=trainer.eos_token_ids[0])
+        if wants_routes(trainer.args):
+            found[ROUTED_EXPERTS] = [rollout.routed_experts for rollout in rollouts]
+        return found
 
     def _begin(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, Any]:
         environment = self._environment()

@@ -66,6 +66,11 @@ class Environment(ABC):
     tools: Sequence[Any] = ()
     has_reward: bool = True
 
+    @property
+    def offers_tools(self) -> bool:
+        """Whether there are tools once an episode has begun; asked before one has."""
+        return bool(self.tools)
+
     @abstractmethod
     def reset(self, prompt: Any, *, seed: int) -> str | list[Message]:
         """Begins an episode; called once, before any ``step``.

@@ -16,6 +16,8 @@ Message = dict[str, Any]
 # A conversation as a template renders it: token ids, or text.
 Rendering = list[int] | str
 Render = Callable[[list[Message]], Rendering]
+# Keys of a message that say nothing by themselves, and thoughts, which templates may leave out.
+_ABOUT = {"role", "content", "tool_calls", "tool_call_id", "id", "name", "reasoning_content", "thinking", "reasoning"}
 # Keys and list indices from a message to a part of it.
 Path = tuple[str | int, ...]
 
@@ -60,7 +62,8 @@ def _parts(index: int, message: Message) -> Iterator[_Part]:
             yield _Part(index, f"function.arguments of tool call {i + 1}{hint}", arguments, arguments)
     if message.get("function_call"):
         yield _Part(index, "its function_call", ("function_call",), ("function_call",))
-    elif not {"content", "tool_calls"} & message.keys() and message.keys() - {"role"}:  # an item of another interface
+    elif content is None and not message.get("tool_calls") and message.keys() - _ABOUT:
+        # An item of another interface; Parquet gives it a content, too, which is null.
         yield _Part(index, "all of it", (), ())
 
 
@@ -116,7 +119,7 @@ def _without_marks(
 def _is_lost(messages: list[Message], part: _Part, rendered: Rendering, render: Render) -> bool:
     message = messages[part.message]
     if not part.whole:
-        without = {key: value for key, value in message.items() if key == "role"}
+        without = {key: value for key, value in message.items() if key in ("role", "content")}
     elif isinstance(part.whole[-1], int):
         *path, index = part.whole
         others = [entry for i, entry in enumerate(at_path(message, path)) if i != index]

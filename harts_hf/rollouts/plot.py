@@ -6,18 +6,15 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from harts_hf.planner import Schedule, count_world
-from harts_hf.planner.text import counted
 from harts_hf.tree import RolloutTree
 
 FloatArray = NDArray[np.float64]
 
-SHARED = "#d1495b"
-UNSHARED = "#30638e"
+SHARED = "#5e3c99"
+UNSHARED = "#b2abd2"
 MAX_LABELS = 80
 
 
@@ -36,13 +33,13 @@ def plot_tree(
         ValueError: rewards of another number than the trajectories.
     """
     if rewards is not None and len(rewards) != tree.num_trajectories:
-        raise ValueError(f"expected {tree.num_trajectories} rewards, one a trajectory, got {len(rewards)}")
-    lines = _num_lines(tree)
+        raise ValueError(f"expected {tree.num_trajectories} rewards, one per trajectory, got {len(rewards)}")
+    lines = num_lines(tree)
     figure = Figure(figsize=(10, min(24.0, max(2.5, 1.2 + 0.18 * lines))), layout="constrained")
     axes = figure.subplots()
     heights = draw_segments(axes, tree)
     if rewards is not None:
-        _draw_rewards(axes, tree, rewards, heights)
+        draw_rewards(axes, tree, rewards, heights)
     axes.set_title(
         title
         or f"{tree.num_trajectories} trajectories, {tree.num_tokens:,} unique of {tree.num_expanded_tokens:,} tokens, "
@@ -70,7 +67,7 @@ def draw_segments(axes: Axes, tree: RolloutTree) -> FloatArray:
     cuts = np.unique(np.concatenate([runs, starts]))
     cut_stops = np.append(cuts[1:], tree.num_tokens)
     segment = np.searchsorted(starts, cuts, side="right") - 1
-    width = float(np.clip(220 / max(1, _num_lines(tree)), 0.8, 6.0))
+    width = float(np.clip(220 / max(1, num_lines(tree)), 0.8, 6.0))
     for colour, which, label in ((SHARED, shared[cuts], "shared"), (UNSHARED, ~shared[cuts], "one trajectory")):
         bars = [
             [(tree.depth[a], heights[s]), (tree.depth[b - 1] + 1, heights[s])]
@@ -86,12 +83,13 @@ def draw_segments(axes: Axes, tree: RolloutTree) -> FloatArray:
     axes.set_xlim(0, float(last.max()) * 1.08 + 1)
     axes.set_ylim(float(heights.max()) + 1, -1)
     axes.set_yticks([])
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("depth (tokens)")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, frameon=False)
     return heights
 
 
-def _num_lines(tree: RolloutTree) -> int:
+def num_lines(tree: RolloutTree) -> int:
     return int((tree.num_children == 0).sum())
 
 
@@ -112,7 +110,7 @@ def _segment_heights(tree: RolloutTree) -> FloatArray:
     return heights
 
 
-def _draw_rewards(axes: Axes, tree: RolloutTree, rewards: Sequence[float | None], segment_heights: FloatArray) -> None:
+def draw_rewards(axes: Axes, tree: RolloutTree, rewards: Sequence[float | None], segment_heights: FloatArray) -> None:
     known = [i for i, reward in enumerate(rewards) if reward is not None]
     if not known:
         return
@@ -129,84 +127,3 @@ def _draw_rewards(axes: Axes, tree: RolloutTree, rewards: Sequence[float | None]
             axes.annotate(
                 f"{value:.2g}", (depth, height), xytext=(5, 0), textcoords="offset points", fontsize=7, va="center"
             )
-
-
-OP_COLOURS = {"S": "#edae49", "F": "#30638e", "B": "#d1495b"}
-OP_NAMES = {"S": "S: forward without graph", "F": "F: forward", "B": "B: backward"}
-DUMMY_COLOUR = "0.85"
-# Above this many, ranks are drawn as lines of cells.
-MANY_RANKS = 16
-
-
-def plot_plan(
-    tree: RolloutTree, rewards: Sequence[float | None], schedule: Schedule, path: str | Path, *, group: str
-) -> None:
-    """Draws one group's tree and, below it, the schedule of all groups to ``path``."""
-    lines = min(40, max(6, _num_lines(tree)))
-    height = 1.2 + 0.16 * lines, 1.2 + min(0.7 * schedule.config.world_size, 0.7 * MANY_RANKS)
-    figure = Figure(figsize=(11, sum(height)), layout="constrained")
-    above, below = figure.subplots(2, 1, height_ratios=height)
-    heights = draw_segments(above, tree)
-    _draw_rewards(above, tree, rewards, heights)
-    title = f"group {group}: shared {tree.sharing_ratio:.2f}x"
-    above.set_title(title, fontsize=10, loc="left", parse_math=False)  # names may hold dollars
-    draw_schedule(below, schedule)
-    figure.savefig(path, dpi=120)
-
-
-def draw_schedule(axes: Axes, schedule: Schedule) -> None:
-    """Draws ops of every rank over estimated time (lockstep).
-
-    Up to ``MANY_RANKS`` ranks each has bars, and a bracket over each trunk's open time; above, each is a line of
-    cells, paler where the rank waits for slower ones.
-    """
-    world_size = schedule.config.world_size
-    begins = np.concatenate([[0.0], np.cumsum(schedule.slot_seconds.max(axis=0))])
-    if world_size > MANY_RANKS:
-        _draw_cells(axes, schedule, begins)
-    else:
-        _draw_bars(axes, schedule, begins)
-        axes.set_yticks(range(world_size), [f"rank {rank}" for rank in range(world_size)])
-    for kind, colour in OP_COLOURS.items():
-        axes.broken_barh([], (0, 1), facecolors=colour, label=OP_NAMES[kind])
-    axes.broken_barh([], (0, 1), facecolors=DUMMY_COLOUR, label="dummy")
-    axes.set_ylim(world_size - 0.5, -0.6)
-    axes.set_xlim(0, float(begins[-1]) or 1.0)
-    axes.set_xlabel("estimated seconds" + ("" if world_size > MANY_RANKS else "; brackets: a trunk's states are kept"))
-    balance = f", balance {count_world(schedule).balance:.2f}" if world_size > 1 else ""
-    microbatches = counted(len(schedule.microbatches), "microbatch", "microbatches")
-    title = f"{microbatches} on {counted(world_size, 'rank')}, {schedule.execution}{balance}"
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize=8, frameon=False)
-
-
-def _draw_bars(axes: Axes, schedule: Schedule, begins: FloatArray) -> None:
-    for rank in range(schedule.config.world_size):
-        ops = schedule.ops(rank)
-        for kind in "SFB":
-            for dummy in (False, True):
-                bars = [
-                    (begins[i], schedule.op_seconds(op))
-                    for i, op in enumerate(ops)
-                    if op[0] == kind and (op[1] < 0) == dummy
-                ]
-                colour = DUMMY_COLOUR if dummy else OP_COLOURS[kind]
-                axes.broken_barh(bars, (rank - 0.25, 0.5), facecolors=colour, edgecolors="white", linewidths=0.3)
-        own = [i for i, op in enumerate(ops) if op[1] >= 0]
-        lives = sorted(schedule.handoff_lives[rank], key=lambda life: (life[1], -life[2]))
-        for level, (_, first, last) in enumerate(lives[:MAX_LABELS]):
-            height = rank - 0.3 - 0.15 * (level % 8) / 8
-            left, right = begins[own[first]], begins[own[last] + 1]
-            axes.plot([left, left, right, right], [height + 0.02, height, height, height + 0.02], "k-", linewidth=0.5)
-
-
-def _draw_cells(axes: Axes, schedule: Schedule, begins: FloatArray) -> None:
-    """A cell per rank and op: the colour of its kind, mixed with white by the part of the slot that the rank waits."""
-    seconds = schedule.slot_seconds
-    busy = seconds / np.maximum(seconds.max(axis=0), 1e-30)
-    colours = np.array([to_rgb(OP_COLOURS[kind]) for kind, _ in schedule.ops(0)]).reshape(-1, 3)
-    cells = 1 - busy[:, :, None] * (1 - colours)
-    ranks = range(schedule.config.world_size)
-    cells[np.array([[index < 0 for _, index in schedule.ops(rank)] for rank in ranks])] = to_rgb(DUMMY_COLOUR)
-    axes.pcolormesh(begins, np.arange(len(ranks) + 1) - 0.5, cells, rasterized=True)
-    axes.set_ylabel("rank")

@@ -43,7 +43,9 @@ def numbered_rows(path: Path) -> Iterator[tuple[str, Any]]:
         yield from _items(_parsed(_whole(path), str(path)))
     else:
         raise RolloutFileError(
-            f"{path}: expected a .jsonl, .jsonl.gz or .parquet file (or .json, .traj, .ndjson; .gz of any of them)"
+            f"{path}: expected a rollout file (.jsonl, .parquet, .json, .traj or .ndjson, or .gz of one), got "
+            f"{path.suffix or 'no suffix'}; each row holds token_ids or messages, and the group that it is of "
+            "(docs/formats.md)"
         )
 
 

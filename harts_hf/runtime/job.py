@@ -9,6 +9,7 @@ import torch
 
 from harts_hf.modeling import LOG_PROB, WITHOUT_GRADIENT
 from harts_hf.runtime.leaves import check_reach, collect, placeholders, spread
+from harts_hf.runtime.routes import TreeRoutes
 from harts_hf.runtime.slices import Index, SliceTable
 from harts_hf.runtime.values import TreeValues
 from harts_hf.runtime.window import TreeWindow
@@ -28,6 +29,7 @@ class Job:
         observed: of sums that it does not.
         window: of the update.
         table: which slices the window's trajectories belong to; None where no sum is asked for.
+        routes: experts that are known before; None where none are.
         like: a tensor of the dtype and device of the model's values.
         loss_device: where the losses run.
     """
@@ -39,6 +41,7 @@ class Job:
     observed: tuple[str, ...]
     window: TreeWindow
     table: SliceTable | None
+    routes: TreeRoutes | None
     like: torch.Tensor
     loss_device: torch.device | str
 
@@ -68,7 +71,12 @@ class Job:
 
     def loss_and_coefficients(self, values: TreeValues) -> tuple[torch.Tensor, TreeValues]:
         """The sum of the losses, detached, and its derivatives by each value of the tree and each sum."""
-        given = self.leaves(values)
+        return self.differentiated(self.leaves(values), values.sums)
+
+    def differentiated(
+        self, given: Sequence[dict[str, torch.Tensor]], sums: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, TreeValues]:
+        """The same, of what the loss of each slice is given, and the sums among it where the model is."""
         leaves = [{k: leaf.requires_grad_() for k, leaf in one.items() if k not in WITHOUT_GRADIENT} for one in given]
         losses = self.losses(given)
         for loss, one in zip(losses, leaves, strict=True):
@@ -80,16 +88,18 @@ class Job:
         coefficients = TreeValues(
             rows={
                 name: collect(
-                    [one[name] for one in gradients], [index[name] for index in self.indices], len(value)
+                    [one[name] for one in gradients],
+                    [index[name] for index in self.indices],
+                    self.window.tree.num_tokens,
                 ).to(self.like.device)
-                for name, value in values.rows.items()
-                if name not in WITHOUT_GRADIENT
+                for name in given[0]
+                if name not in sums and name not in WITHOUT_GRADIENT
             },
             sums={
                 name: sum(
                     (one[name].to(value.device) for one in gradients if one[name] is not None), torch.zeros_like(value)
                 )
-                for name, value in values.sums.items()
+                for name, value in sums.items()
                 if name in self.names and name not in WITHOUT_GRADIENT
             },
         )
@@ -113,6 +123,14 @@ class Job:
             known = known and torch.equal((first or found).rows[LOG_PROB], found.rows[LOG_PROB])
             first = first or found
         return first if known else None
+
+    def on_tree(self, given: Sequence[Leaves], name: str) -> torch.Tensor:
+        """``[N]``, a value of the slices at the rows of the tree, where the model is; NaN where no slice has it."""
+        found = torch.full((self.window.tree.num_tokens,), torch.nan, dtype=given[0][name].dtype)
+        for leaves, index in zip(given, self.indices, strict=True):
+            is_row = index[name] >= 0
+            found[torch.from_numpy(index[name][is_row])] = leaves[name].detach().cpu()[torch.from_numpy(is_row)]
+        return found.to(self.like.device)
 
     def wanted(self) -> dict[str, torch.Tensor]:
         """By name, ``[N]`` bool, rows whose values the loss reads."""

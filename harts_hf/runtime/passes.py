@@ -1,13 +1,14 @@
 """The passes of one update: what runs in which order, and what ranks exchange between."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from harts_hf.modeling import LOG_PROB
 from harts_hf.runtime.exchange import add_up_values, any_of_ranks
 from harts_hf.runtime.job import Job, without_zeros
 from harts_hf.runtime.ops import Mode
@@ -110,9 +111,35 @@ class Passes:
         seconds = {"scoring": 0.0, "backward": time.perf_counter() - started}
         return Outcome(loss=total, scores=scores, run=run, seconds=seconds)
 
+    def kept(self, known: Sequence[dict[str, torch.Tensor]]) -> Outcome:
+        """Losses on values that an earlier pass on the same weights gave, then the schedule without a scoring pass.
+
+        Args:
+            known: for each slice what its loss is given.
+        """
+        job = self._job
+        with self._ranks.together():
+            total, coefficients = job.differentiated(known, {})
+            log_probs = job.on_tree(known, LOG_PROB) if LOG_PROB in known[0] else None
+        coefficients = self._add_up(coefficients)
+        started = time.perf_counter()
+        run = self._run("unscored")
+        found = run.backward_unscored(coefficients, sums=job.observed, known=log_probs)
+        scores = add_up_values(TreeValues(sums=found.sums), self._ranks)
+        seconds = {"scoring": 0.0, "backward": time.perf_counter() - started}
+        return Outcome(loss=total, scores=scores, run=run, seconds=seconds)
+
     def _run(self, mode: Mode) -> WindowRun:
         job = self._job
-        return WindowRun(self._model, job.window, self._options, ranks=self._ranks, slices=job.table, mode=mode)
+        return WindowRun(
+            self._model,
+            job.window,
+            self._options,
+            ranks=self._ranks,
+            slices=job.table,
+            routes=job.routes,
+            mode=mode,
+        )
 
     def _add_up(self, values: TreeValues) -> TreeValues:
         """Values per row over the ranks that share the window; sums over all ranks, whoever computed them."""

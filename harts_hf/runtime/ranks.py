@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
 from harts_hf.tree import IntArray
@@ -12,6 +13,13 @@ from harts_hf.tree import IntArray
 
 class OtherRankError(RuntimeError):
     """Another process failed before all of them would have met; the message has its rank and its error."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device's memory, or a CPU's, ran out (libraries raise it as other RuntimeErrors too)."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, Exception) and should_reduce_batch_size(error)
+    )
 
 
 class Ranks:
@@ -29,6 +37,8 @@ class Ranks:
         index: of this one.
         forwards_meet: whether ranks wait for one another in forwards (sharded parameters), so that one that fails in
             a forward can tell nobody.
+        can_begin_again: whether what an update has run so far can be dropped and run once more: not where backends
+            add up gradients in buffers of their own, or where ops are collectives.
         exchanged_bytes: what collectives have brought here so far: token ids, values, coefficients.
         exchange_seconds: spent in those collectives so far, waiting for the others included.
     """
@@ -36,6 +46,7 @@ class Ranks:
     count = 1
     index = 0
     forwards_meet = False
+    can_begin_again = True
     exchanged_bytes = 0
     exchange_seconds = 0.0
 
@@ -68,6 +79,17 @@ class Ranks:
         """
         return nullcontext()
 
+    def ran_out(self, error: Exception) -> bool:
+        """Tells the other ranks of an error of an update that they do not know of yet, as far as they can be told.
+
+        Args:
+            error: that ended the update here.
+
+        Returns:
+            Whether every rank knows that memory ran out and nothing else failed, so that all may begin again.
+        """
+        return is_out_of_memory(error)
+
     def scoring_model(self, model: nn.Module) -> nn.Module:
         """What forwards without gradients call."""
         return model
@@ -76,12 +98,11 @@ class Ranks:
         """Entered around what stands for a micro-step, with whether it is the last of the optimizer step."""
         return nullcontext()
 
-    def around_forward(self, model: nn.Module, *, syncs: bool) -> AbstractContextManager[object]:
+    def around_forward(self, model: nn.Module) -> AbstractContextManager[object]:
         """Entered around a forward with a graph.
 
         Args:
             model: as it is called.
-            syncs: whether the next op is its backward, and that one the last of the step.
         """
         return nullcontext()
 

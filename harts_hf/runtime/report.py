@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from harts_hf.runtime.placing import Placement
+from harts_hf.runtime.replayed import RoutingCounts
 from harts_hf.runtime.window import TreeWindow
 
 
@@ -19,14 +20,14 @@ class UpdateReport:
         limits_raised: whether a limit of the plan could not be kept.
         scoring_skipped: whether the scoring pass of a cut plan was left out. (A window of one microbatch has none: its
             one forward scores and trains.)
+        scoring_kept: whether the losses saw what an earlier pass on the same weights had scored.
         scoring_needed_by: what made one necessary; None where nothing did.
         recompute_difference: the largest difference of a log-prob computed again from its score.
         seconds: of ``planning``, ``scoring``, ``backward``; on several ranks, ``exchange`` is the part of them in
             which ranks exchanged numbers and waited for one another outside forwards and backwards.
         exchanged_bytes: what this rank got from the others: token ids, values, coefficients.
         sums: over the trajectories of all ranks, of the names that were observed.
-        routing_flips: of the choices of experts that were replayed here, how many a router would have made otherwise,
-            and of how many.
+        routing: what came of choices of experts that were replayed here.
     """
 
     loss: torch.Tensor
@@ -39,4 +40,5 @@ class UpdateReport:
     seconds: dict[str, float] = field(default_factory=dict)
     exchanged_bytes: int = 0
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    routing_flips: tuple[int, int] = (0, 0)
+    routing: RoutingCounts = field(default_factory=RoutingCounts)
+    scoring_kept: bool = False

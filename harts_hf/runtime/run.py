@@ -17,6 +17,7 @@ from harts_hf.runtime.ops import Mode, ops_of
 from harts_hf.runtime.options import RunOptions
 from harts_hf.runtime.ranks import Ranks
 from harts_hf.runtime.replayed import ReplayedRoutes
+from harts_hf.runtime.routes import TreeRoutes
 from harts_hf.runtime.slices import SliceTable
 from harts_hf.runtime.values import TreeValues, asked
 from harts_hf.runtime.window import TreeWindow
@@ -34,14 +35,18 @@ class WindowRun:
         options: how forwards run.
         ranks: the processes; a collective is run at once if there are several that plan their own.
         slices: which slices the window's trajectories belong to, for sums by slice; they are one slice if None.
+        routes: experts that are known before; each microbatch's first forward takes them.
         mode: "train" for :meth:`score` and :meth:`backward`; "score" for :meth:`score` alone; "unscored" for
             :meth:`backward_unscored` alone.
+
+    Attributes:
+        routes: what routers took.
 
     Of a plan for several ranks, values are those of the rows that this rank owns, 0 elsewhere, and sums theirs alone:
     whoever runs it adds them up. Coefficients are those of all ranks' losses.
 
     Raises:
-        ValueError: a mode that the plan's execution does not have, or a plan for other processes than these.
+        ValueError: another mode, or a plan for other processes than these.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class WindowRun:
         *,
         ranks: Ranks | None = None,
         slices: SliceTable | None = None,
+        routes: TreeRoutes | None = None,
         mode: Mode = "train",
     ) -> None:
         self.model, self.window, self._slices = model, window, slices
@@ -63,9 +69,10 @@ class WindowRun:
         self._ops, self._num_scoring = ops_of(window, mode, self.ranks)
         self._lives = handoff_lives(self._ops, window.batches)
         self._answers: dict[int, list[Answered]] = {}  # of dummies, several at a time
-        self._routes = ReplayedRoutes(replays=self.options.replay_routing)
+        self.routes = ReplayedRoutes(window, keeps=self.options.replay_routing, known=routes)
         self._slice_counts: dict[int, torch.Tensor] = {}
         self._scores: TreeValues | None = None
+        self._known: torch.Tensor | None = None  # log-probs to compare later ones with
         self._mode = mode
         self._begun: set[str] = set()
         self._guard: ModelGuard | None = None
@@ -95,17 +102,13 @@ class WindowRun:
             if index != DUMMY:
                 scored.add(index)
         self._scores = scores
+        self._known = self.scores.rows.get(LOG_PROB)
         return self.scores
 
     @property
     def recompute_difference(self) -> float:
         """The largest difference of a log-prob computed again from its score, so far."""
         return max((float(found) for found in self._differences), default=0.0)
-
-    @property
-    def routing_flips(self) -> tuple[int, int]:
-        """See :attr:`harts_hf.runtime.replayed.ReplayedRoutes.flips`."""
-        return self._routes.flips
 
     @property
     def scores(self) -> TreeValues:
@@ -133,26 +136,28 @@ class WindowRun:
             ModelChangedError: the model was changed since the first forward; see :mod:`harts_hf.runtime.guard`.
         """
         self._begin("backward", ("train",))
-        if ENTROPY in coefficients.rows:  # which costs more than its products: left out where no rank has any
-            (needed,) = self.ranks.agree(int(bool((coefficients.rows[ENTROPY] != 0).any())))
-            coefficients = coefficients if needed else coefficients.without([ENTROPY])
+        coefficients = self._without_idle_entropy(coefficients)
         self._train(coefficients, backward, coefficients.names, coefficients.is_nonzero())
 
     def backward_unscored(
         self,
         coefficients: TreeValues,
-        wanted: Masks,
+        wanted: Masks | None = None,
         backward: Backward | None = None,
         *,
         sums: tuple[str, ...] = (),
+        known: torch.Tensor | None = None,
     ) -> TreeValues:
-        """The schedule without a scoring pass, for coefficients that do not depend on what is scored.
+        """The schedule without a scoring pass, for coefficients that are known before it.
 
         Args:
             coefficients: derivatives of the loss, on the model's device.
-            wanted: by name, ``[N]`` bool, rows whose values are asked for, among them every row with a coefficient.
+            wanted: by name, ``[N]`` bool, rows whose values are asked for, among them every row with a coefficient;
+                those alone if None.
             backward: called with each microbatch's scalar; the ranks' if None.
             sums: names of sums without coefficients that are asked for.
+            known: ``[N]`` log-probs of an earlier pass, NaN where they are not known; what differs from them is left
+                in ``recompute_difference``.
 
         Returns:
             Values of the wanted rows, 0 elsewhere, and the sums that have coefficients or are asked for.
@@ -162,8 +167,19 @@ class WindowRun:
             ModelChangedError: the model was changed since the first forward; see :mod:`harts_hf.runtime.guard`.
         """
         self._begin("backward", ("unscored",))
+        self._known = known
+        if wanted is None:
+            coefficients = self._without_idle_entropy(coefficients)
+            wanted = coefficients.is_nonzero()
         self._train(coefficients, backward, (*wanted, *coefficients.sums, *sums), wanted)
         return self.scores
+
+    def _without_idle_entropy(self, coefficients: TreeValues) -> TreeValues:
+        """Entropy costs more than its products: left out where no rank has a derivative by it."""
+        if ENTROPY not in coefficients.rows:
+            return coefficients
+        (needed,) = self.ranks.agree(int(bool((coefficients.rows[ENTROPY] != 0).any())))
+        return coefficients if needed else coefficients.without([ENTROPY])
 
     def _train(
         self, coefficients: TreeValues, backward: Backward | None, names: tuple[str, ...], wanted: Masks
@@ -185,8 +201,7 @@ class WindowRun:
                     self._scores = self._filled(self._scores, answered, names)
             else:
                 answered = self._answers[index].pop()
-                if scored:
-                    self._compare(answered)
+                self._compare(answered)
                 self._check_model()
                 self._backward(position, answered, coefficients, backward)
                 del answered  # what is left of its graph
@@ -203,10 +218,7 @@ class WindowRun:
             (backward or self.ranks.backward)(inner_product(answered, coefficients))
 
     def _around(self, position: int) -> AbstractContextManager[object]:
-        kind, index = self._ops[position]
-        if kind != "F":
-            return nullcontext()
-        return self.ranks.around_forward(self.model, syncs=self._ops[position + 1 :] == [("B", index)])
+        return self.ranks.around_forward(self.model) if self._ops[position][0] == "F" else nullcontext()
 
     def _forward(self, position: int, names: tuple[str, ...], labels: LabelTable, rows: RowTable) -> Answered:
         kind, index = self._ops[position]
@@ -220,7 +232,7 @@ class WindowRun:
             deterministic=options.deterministic,
             fused_modules=options.fused_modules,
             slice_counts=self._counts_by_slice(index),
-            routes=self._routes.of(index),
+            routes=self.routes.before(index, batch),
         )
         self.handoff.keeping = self._lives.keeps[position]
         # Triton launches on the current GPU, wherever its arguments are (autograd sets it for backwards itself).
@@ -231,8 +243,7 @@ class WindowRun:
                 answer: TreeAnswer = model(harts=tree_pass)
         finally:
             self.handoff.keeping = False
-        if index != DUMMY:
-            self._routes.note(index, batch, tree_pass.routes)
+        self.routes.after(index, batch, tree_pass.routes)
         self._drop(position)
         return Answered(answer=answer, wanted=wanted)
 
@@ -275,9 +286,10 @@ class WindowRun:
 
     def _compare(self, answered: Answered) -> None:
         tree_rows = answered.tree_rows(LOG_PROB)
-        if self._scores is not None and LOG_PROB in self._scores.rows and len(tree_rows):
-            before = self._scores.rows[LOG_PROB][tree_rows]
-            self._differences.append((answered.answer["rows"][LOG_PROB].detach() - before).abs().max())
+        if self._known is not None and len(tree_rows):
+            before = self._known[tree_rows]
+            differences = (answered.answer["rows"][LOG_PROB].detach() - before).abs()
+            self._differences.append(differences.where(~before.isnan(), 0.0).max())
 
     def _filled(self, scores: TreeValues | None, answered: Answered, names: tuple[str, ...]) -> TreeValues:
         return answered.filled_into(scores, names, self.window.tree.num_tokens)

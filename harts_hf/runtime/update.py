@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from harts_hf.modeling import LABEL_VALUES
 from harts_hf.runtime.exchange import hash_of
 from harts_hf.runtime.job import Job, Leaves
+from harts_hf.runtime.kept import KeptScores
 from harts_hf.runtime.leaves import spread
 from harts_hf.runtime.options import RunOptions
 from harts_hf.runtime.passes import Passes, together_if_alone
@@ -18,10 +19,13 @@ from harts_hf.runtime.placing import PLACEMENTS, PlacementChoice, place
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.ranks import Ranks
 from harts_hf.runtime.report import UpdateReport
+from harts_hf.runtime.routes import KnownRoutes, TokenRoutes, merge_routes
 from harts_hf.runtime.run import WindowRun
 from harts_hf.runtime.slices import SliceRows, SliceTable, checked
 
 Slice = TypeVar("Slice")
+# The values of a slice that are known already, or None.
+Find = Callable[[SliceRows], dict[str, torch.Tensor] | None]
 # Whether a loss's derivatives can be known before what they are taken by is: see TreeUpdate.run.
 Unscored = Literal["always", "never", "probe"]
 
@@ -38,6 +42,8 @@ class TreeUpdate:
         placement: on several processes, whether the trajectories of all of them make one forest that they share
             ("global"), each computes its own ("local"), or what the cost model estimates to be faster ("auto").
         observed: names of sums that no loss reads and reports have; they never take a scoring pass.
+        known_routes: experts that are known before, which forwards then take. Every process has some or none has.
+        on_scored: given the rows of :meth:`score` and the experts that its forwards took, by trajectory.
 
     Raises:
         ValueError: another placement, or a planner for several ranks.
@@ -53,6 +59,8 @@ class TreeUpdate:
         device: torch.device | str | None = None,
         placement: PlacementChoice = "auto",
         observed: tuple[str, ...] = (),
+        known_routes: KnownRoutes | None = None,
+        on_scored: Callable[[Any, list[TokenRoutes]], None] | None = None,
     ) -> None:
         if placement not in PLACEMENTS:
             raise ValueError(f"expected placement to be one of {', '.join(PLACEMENTS)}, got {placement!r}")
@@ -63,6 +71,8 @@ class TreeUpdate:
             )
         self.placement: PlacementChoice = placement
         self.observed = observed
+        self._replays = known_routes is not None
+        self._known, self._on_scored = known_routes or KnownRoutes(lambda _: None), on_scored
         self.model, self.planner, self.options = model, planner, options or RunOptions()
         self.ranks = ranks or Ranks()
         self.device = next(model.parameters()).device if device is None else device
@@ -72,14 +82,26 @@ class TreeUpdate:
 
         On several processes, each scores its own, in as many forwards as the one that has most.
         """
+        return self.scored(rows, names)[0]
+
+    def scored(self, rows: SliceRows, names: tuple[str, ...]) -> tuple[dict[str, torch.Tensor], KeptScores]:
+        """What :meth:`score` gives, and the values per row for a :meth:`run` on the same weights."""
         with self.ranks.together():
             trajectories = rows.trajectories()
-            window = self.planner(trajectories or [rows.stand_in()])
-            index = rows.index([window.tree.path(number) for number in range(len(trajectories))])
+            known = self._known.of_trajectories([rows], [len(trajectories)])
+            window = self.planner(self._known.merge(self._known.marked(trajectories, known) or [rows.stand_in()]))
+            paths = [window.tree.path(number) for number in range(len(trajectories))]
+            index = rows.index(paths)
+            routes = merge_routes(window.tree.num_tokens, paths, known, Ranks())
+            window = window.to(self.device)
         with together_if_alone(self.ranks):
-            run = WindowRun(self.model, window.to(self.device), self.options, ranks=self.ranks, mode="score")
+            run = WindowRun(self.model, window, self.options, ranks=self.ranks, routes=routes, mode="score")
             scores = run.score(names)
-        return {name: spread(value, index[name]) for name, value in scores.rows.items()} | scores.sums
+            taken = None if self._on_scored is None else run.routes.taken()
+        if self._on_scored is not None and taken is not None:
+            self._on_scored(rows, [TokenRoutes(((taken, torch.from_numpy(path)),)) for path in paths])
+        found = {name: spread(value, index[name]) for name, value in scores.rows.items()} | scores.sums
+        return found, KeptScores(window.tree, scores)
 
     def run(
         self,
@@ -92,6 +114,7 @@ class TreeUpdate:
         reason: str = "loss",
         probing: Callable[[], AbstractContextManager[object]] = nullcontext,
         loss_device: torch.device | str | None = None,
+        kept: Find | None = None,
     ) -> UpdateReport:
         """The gradient of the sum of the slices' losses, added to the parameters' gradients.
 
@@ -112,6 +135,10 @@ class TreeUpdate:
             probing: entered around calls of the loss whose value nobody wants.
             loss_device: where the values that the loss gets lie; where windows are computed if None. Losses of a few
                 numbers per token are faster on the CPU than by a hundred launches each.
+            kept: gives the values of a slice that a pass without gradients on the same weights and options gave
+                (:meth:`scored`), by name in the shapes of its index, on the losses' device; None for a slice that it
+                does not know. If it knows every slice of every process, by all of ``names``, losses are computed on
+                these, nothing is scored, and ``unscored`` does not matter.
 
         On several processes every one has equally many slices, whose losses all run in the same order; gradients are
         those of the mean over processes, as the wrapper of the model takes it.
@@ -134,29 +161,34 @@ class TreeUpdate:
         with ranks.together():
             rows = [rows_of(one) for one in slices]
             trajectories = [checked(one.trajectories()) for one in rows]
-        needed_by = self._agreed_reason(
-            (reason or "loss") if unscored == "never" else "", len(slices), (*names, *observed)
-        )
+            found = None if kept is None else _found(kept, rows, names)
+            known = self._known.of_trajectories(rows, list(map(len, trajectories)))
+            own = self._known.marked([tokens for part in trajectories for tokens in part], known)
+        own_reason = (reason or "loss") if unscored == "never" else ""
+        needed_by, is_known = self._agreed(own_reason, found is not None, len(slices), (*names, *observed))
         placed = place(
             self.planner,
-            [tokens for part in trajectories for tokens in part],
+            own,
             rows[0].stand_in,
             ranks,
             choice=self.placement,
             can_skip_scoring=needed_by is None,
             names=(*names, *observed),
+            merge=self._known.merge,
         )
         window = placed.window.to(self.device)
         seconds = {"planning": time.perf_counter() - started}
         with ranks.together():
-            paths = iter([window.tree.path(placed.first + number) for number in range(sum(map(len, trajectories)))])
-            indices = [one.index([next(paths) for _ in part]) for one, part in zip(rows, trajectories, strict=True)]
+            paths = [window.tree.path(placed.first + number) for number in range(len(own))]
+            left = iter(paths)
+            indices = [one.index([next(left) for _ in part]) for one, part in zip(rows, trajectories, strict=True)]
             missing = [name for name in names if name not in indices[0]]
             if missing and unscored != "never":
                 raise ValueError(
                     f"expected names that the slices' index has with unscored={unscored!r}, got {', '.join(missing)} "
                     f"besides {', '.join(indices[0])} (sums are known after scoring only)"
                 )
+        shared = ranks if placed.placement == "global" else Ranks()
         table = None
         if missing or observed:
             sizes = [len(part) for part in trajectories]
@@ -171,48 +203,57 @@ class TreeUpdate:
             observed=observed,
             window=window,
             table=table,
+            routes=merge_routes(window.tree.num_tokens, paths, known, shared) if self._replays else None,
             like=self._like(),
             loss_device=self.device if loss_device is None else loss_device,
         )
-        shared = ranks if placed.placement == "global" else Ranks()
         passes = Passes(self.model, job, self.options, ranks=ranks, shared=shared)
         coefficients = None
-        if needed_by is None and window.schedule.execution == "nested" and ranks.agree(len(window.batches))[0] > 1:
+        is_cut = needed_by is None and ranks.agree(len(window.batches))[0] > 1
+        if is_cut and not is_known and window.schedule.execution == "nested":
             coefficients = passes.known_coefficients(probing, compare=unscored == "probe")
             needed_by = None if coefficients is not None else "loss_of_log_probs"
-        if coefficients is None:
+        if is_known and found is not None:
+            outcome = passes.kept(found)
+        elif coefficients is None:
             outcome = passes.scored()
         else:
             outcome = passes.unscored(coefficients, on_trust=unscored == "always")
         seconds |= outcome.seconds
         if ranks.count > 1:
             seconds["exchange"] = ranks.exchange_seconds - seconds_before
+        counts = outcome.run.routes.counts
         return UpdateReport(
             loss=outcome.loss.to(self.device),
             window=window,
             placement=placed.placement,
             limits_raised=window.schedule.config != placed.planner.config,
-            scoring_skipped=coefficients is not None,
+            scoring_skipped=coefficients is not None or (is_known and is_cut),
+            scoring_kept=is_known,
             scoring_needed_by=needed_by,
             recompute_difference=outcome.run.recompute_difference,
             seconds=seconds,
             exchanged_bytes=ranks.exchanged_bytes - bytes_before,
             sums={name: outcome.scores.sums[name] for name in observed},
-            routing_flips=outcome.run.routing_flips,
+            # Of a shared forest every rank knows all routes.
+            routing=counts if shared.index == 0 else counts.of_forwards(),
         )
 
-    def _agreed_reason(self, own: str, num_slices: int, names: tuple[str, ...]) -> str | None:
-        """Why scores are needed: the first reason of any rank, since all have to call their losses equally often.
+    def _agreed(self, own: str, is_known: bool, num_slices: int, names: tuple[str, ...]) -> tuple[str | None, bool]:
+        """Why scores are needed: the first reason of any rank, since all have to call their losses equally often; and
+        whether all ranks know them already.
 
         What decides which collectives come next is compared first: with other settings, ranks would meet in different
         ones, before any plan could be compared.
         """
         if self.ranks.count == 1:
-            return own or None
-        settings = hash_of(self.planner, names)
-        found = self.ranks.gather(int(bool(own)), num_slices, PLACEMENTS.index(self.placement), settings)
+            return None if is_known else own or None, is_known
+        settings = hash_of(self.planner, names, self._replays, self._known.splits)
+        found = self.ranks.gather(
+            int(bool(own)), num_slices, PLACEMENTS.index(self.placement), settings, int(is_known)
+        )
         if len({numbers[1:3] for numbers in found}) > 1:
-            listed = ", ".join(f"{number} and {PLACEMENTS[choice]}" for _, number, choice, _ in found)
+            listed = ", ".join(f"{number} and {PLACEMENTS[choice]}" for _, number, choice, _, _ in found)
             raise ValueError(f"expected the same number of slices and placement on every process, got {listed}")
         if len({numbers[3] for numbers in found}) > 1:
             listed = ", ".join(f"{one[3]:016x} on process {rank}" for rank, one in enumerate(found))
@@ -220,9 +261,22 @@ class TreeUpdate:
                 "expected the same settings of plans (tree_*, the cost model) and names of values on every process, "
                 f"got the hashes {listed}; this one has {self.planner.config}"
             )
-        return next(filter(None, self.ranks.gather_texts(own))) if any(one for one, *_ in found) else None
+        if all(numbers[4] for numbers in found):
+            return None, True
+        needed_by = next(filter(None, self.ranks.gather_texts(own))) if any(one for one, *_ in found) else None
+        return needed_by, False
 
     def _like(self) -> torch.Tensor:
         """A tensor of the dtype and device of the model's values."""
         dtype = next(self.model.parameters()).dtype
         return torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=self.device)
+
+
+def _found(kept: Find, rows: Sequence[SliceRows], names: tuple[str, ...]) -> list[dict[str, torch.Tensor]] | None:
+    found = []
+    for one in rows:
+        values = kept(one)
+        if values is None or not values.keys() >= set(names):
+            return None
+        found.append({name: values[name] for name in names})
+    return found

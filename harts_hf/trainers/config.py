@@ -10,13 +10,17 @@ from harts_hf.planner.config import ExecutionChoice, Sharing
 from harts_hf.rollouts.credit import TREE_CREDITS
 from harts_hf.rollouts.engines.vllm_probe import DEFAULT_MAX_GAP
 from harts_hf.rollouts.engines.vllm_server import ServerOptions
+from harts_hf.runtime.budgets import Budget
 from harts_hf.runtime.placing import PLACEMENTS
 from harts_hf.trainers.router_loss import SCOPES
+from harts_hf.trainers.routing_replay import REPLAYS
 
 CREDITS = ("trajectory", *TREE_CREDITS)
 EPISODE_WEIGHTS = ("sample", "episode")
 LATENTS = ("compressed", "expanded")
 FUSED_MODULES = ("auto", "off")
+# Of a limit: what fits into the device's memory.
+AUTO = "auto"
 
 
 @dataclass
@@ -25,8 +29,12 @@ class TreeOptions:
     Options of tree training, shared by all tree trainers.
 
     Parameters:
-        tree_max_tokens_per_microbatch (`int`, *optional*, defaults to `16384`):
-            Rows (unique tokens) that one forward may take.
+        tree_max_tokens_per_microbatch (`int` or `"auto"`, *optional*, defaults to `"auto"`):
+            Rows (unique tokens) that one forward may take. `"auto"`: on a GPU as many as are predicted to fit into its
+            free memory, at most 65,536, the same on all processes; elsewhere 16,384. It is found before the first
+            step and is the metric `tree/max_tokens_per_microbatch`; set that number to have the same plans on a
+            machine with other memory. Where memory runs out in a step, whatever the number, it is halved and the step
+            begun again, once: a warning says so, and the metric `tree/out_of_memory`.
         tree_sharing (`str`, *optional*, defaults to `"auto"`):
             `"always"` computes shared tokens once wherever they fit together, `"never"` runs every trajectory by
             itself, `"auto"` takes what is estimated to be faster.
@@ -39,12 +47,15 @@ class TreeOptions:
             With several processes, whose rows a process computes. `"global"`: the trajectories of all of them make
             one forest, and the planner says which process computes which part of it; `"local"`: each computes its
             own trajectories; `"auto"`: what is estimated to be faster (`"global"` with `tree_sharing="always"`).
-        tree_max_graph_tokens (`int`, *optional*):
-            Rows whose graphs may be alive at once. No limit if unset, except that `tree_execution="auto"` keeps at
+        tree_max_graph_tokens (`int` or `"auto"`, *optional*):
+            Rows whose graphs may be alive at once; `"auto"`: as many as fit. If unset, what fits where
+            `tree_max_tokens_per_microbatch` is `"auto"`, else no limit, except that `tree_execution="auto"` keeps at
             most two microbatches. A window that cannot keep this limit, or the next one, runs with the smallest that
             it can keep: a warning says so, and the metric `tree/limits_raised`.
-        tree_max_handoff_bytes (`int`, *optional*):
-            Bytes of states handed between microbatches that may be alive at once, their gradients included.
+        tree_max_handoff_bytes (`int` or `"auto"`, *optional*):
+            Bytes of states handed between microbatches that may be alive at once, their gradients included; `"auto"`:
+            a quarter of what is left for rows. No limit if unset, as they are small beside graphs, and a limit that a
+            window meets has prefixes computed again.
         tree_cost (`str`, *optional*):
             File that `harts bench --fit-cost` wrote for the model on this machine, whose times are used. Without one,
             they are those of Ling-3.0-tiny on an H200. Bytes are always the trained model's own.
@@ -63,16 +74,22 @@ class TreeOptions:
             Of routers with a bias (`bailing_hybrid`, `kimi_linear`), by how much the bias of each expert is moved up
             or down after an optimizer step in which it had less or more to do than the mean of its layer. `0` leaves
             the bias as it is.
-        tree_replay_routing (`bool`, *optional*, defaults to `False`):
-            Whether the forward of each backward takes the experts that the scoring pass chose, at weights computed
-            anew, so that rounding flips none between the two.
+        tree_replay_routing (`str` or `bool`, *optional*, defaults to `"off"`):
+            Which experts the forward of each backward takes, at weights computed anew, so that rounding flips none:
+            `"scoring"` (or `True`), those of the pass that computed old log-probs, or of the step's scoring pass;
+            `"engine"`, those of the engine that sampled the rollouts; `"off"` (or `False`), its own.
+        tree_split_on_routes (`bool`, *optional*, defaults to `False`):
+            Whether tokens that came with different experts in different requests are computed apart, each with its
+            own, instead of together with those of the first. Needs `tree_replay_routing="engine"`.
         tree_fused_modules (`str`, *optional*, defaults to `"auto"`):
             `"auto"` runs norms, gates and experts on a GPU as single operations (of the same results but for
             rounding), `"off"` as Transformers has them.
     """
 
-    tree_max_tokens_per_microbatch: int = field(
-        default=16384, metadata={"help": "Rows (unique tokens) that one forward may take."}
+    # Its None is refused; with it, Transformers' parser reads the command line's value as a text and not as an int.
+    tree_max_tokens_per_microbatch: int | str | None = field(
+        default=AUTO,
+        metadata={"help": "Rows (unique tokens) that one forward may take; 'auto': what fits into the GPU's memory."},
     )
     tree_sharing: str = field(
         default="auto",
@@ -98,11 +115,16 @@ class TreeOptions:
             "choices": list(PLACEMENTS),
         },
     )
-    tree_max_graph_tokens: int | None = field(
-        default=None, metadata={"help": "Rows whose graphs may be alive at once; no limit if unset."}
+    tree_max_graph_tokens: int | str | None = field(
+        default=None,
+        metadata={"help": "Rows whose graphs may be alive at once, or 'auto'; if unset, as the microbatch's limit."},
     )
-    tree_max_handoff_bytes: int | None = field(
-        default=None, metadata={"help": "Bytes of states handed between microbatches that may be alive at once."}
+    tree_max_handoff_bytes: int | str | None = field(
+        default=None,
+        metadata={
+            "help": "Bytes of states handed between microbatches that may be alive at once, or 'auto'; no limit if "
+            "unset."
+        },
     )
     tree_cost: str | None = field(
         default=None,
@@ -140,9 +162,16 @@ class TreeOptions:
             "help": "By how much the bias of each expert moves after an optimizer step, towards equal load; 0: not."
         },
     )
-    tree_replay_routing: bool = field(
+    tree_replay_routing: str = field(
+        default="off",
+        metadata={
+            "help": "Which experts the forward of each backward takes: those of the scoring pass, or of the engine.",
+            "choices": list(REPLAYS),
+        },
+    )
+    tree_split_on_routes: bool = field(
         default=False,
-        metadata={"help": "Whether the forward of each backward takes the experts that the scoring pass chose."},
+        metadata={"help": "Whether tokens that came with different experts are computed apart."},
     )
     tree_fused_modules: str = field(
         default="auto",
@@ -162,6 +191,8 @@ class TreeOptions:
 
     def check_tree_options(self) -> None:
         """Raises ValueError for options that cannot work, before anything is sampled."""
+        for name in ("tree_max_tokens_per_microbatch", "tree_max_graph_tokens", "tree_max_handoff_bytes"):
+            setattr(self, name, _limit(name, getattr(self, name), optional=name != "tree_max_tokens_per_microbatch"))
         temperature = getattr(self, "temperature", 1.0)
         if not temperature > 0:
             raise ValueError(f"expected a temperature above 0, got {temperature}")
@@ -174,6 +205,17 @@ class TreeOptions:
                 "expected tree_expert_bias_update_speed to be a finite number of at least 0, got "
                 f"{self.tree_expert_bias_update_speed}"
             )
+        if isinstance(self.tree_replay_routing, bool) or self.tree_replay_routing is None:
+            self.tree_replay_routing = "scoring" if self.tree_replay_routing else "off"
+        if self.tree_replay_routing not in REPLAYS:
+            raise ValueError(
+                f"expected tree_replay_routing to be one of {', '.join(REPLAYS)}, got {self.tree_replay_routing!r}"
+            )
+        if self.tree_split_on_routes and self.tree_replay_routing != "engine":
+            raise ValueError(
+                "expected tree_replay_routing='engine' with tree_split_on_routes=True, got "
+                f"{self.tree_replay_routing!r}"
+            )
         if self.tree_aux_scope not in SCOPES:
             raise ValueError(f"expected tree_aux_scope to be one of {', '.join(SCOPES)}, got {self.tree_aux_scope!r}")
         if self.tree_placement not in PLACEMENTS:
@@ -182,8 +224,30 @@ class TreeOptions:
             )
         self.planner_config()
 
+    @property
+    def asks_for_memory(self) -> bool:
+        """Whether a limit is what fits into memory."""
+        return AUTO in (self.tree_max_tokens_per_microbatch, self.tree_max_graph_tokens, self.tree_max_handoff_bytes)
+
+    def limits(self, fits: Budget) -> dict[str, Any]:
+        """The fields of a planner's configuration that these options say.
+
+        Args:
+            fits: what stands for "auto".
+        """
+        rows: Any = self.tree_max_tokens_per_microbatch
+        graph: Any = self.tree_max_graph_tokens
+        handed: Any = self.tree_max_handoff_bytes
+        if graph == AUTO or (graph is None and rows == AUTO):
+            graph = fits.max_graph_tokens
+        if handed == AUTO:  # not if unset: see docs/planner.md
+            handed = fits.max_handoff_bytes
+        if rows == AUTO:
+            rows = fits.max_tokens if graph is None else min(fits.max_tokens, graph)
+        return {"max_tokens_per_microbatch": rows, "max_graph_tokens": graph, "max_handoff_bytes": handed}
+
     def planner_config(self) -> PlannerConfig:
-        """The planner's settings.
+        """The planner's settings; for "auto", those of a device whose memory is not known.
 
         Raises:
             ValueError: an option that no plan can meet.
@@ -193,13 +257,23 @@ class TreeOptions:
                 f"expected tree_handoff_latents to be one of {', '.join(LATENTS)}, got {self.tree_handoff_latents!r}"
             )
         return PlannerConfig(
-            max_tokens_per_microbatch=self.tree_max_tokens_per_microbatch,
-            max_graph_tokens=self.tree_max_graph_tokens,
-            max_handoff_bytes=self.tree_max_handoff_bytes,
+            **self.limits(Budget()),
             sharing=cast(Sharing, self.tree_sharing),
             execution=cast(ExecutionChoice, self.tree_execution),
             cost=None if self.tree_cost is None else CostModel.load(self.tree_cost),
         )
+
+
+def _limit(name: str, value: Any, *, optional: bool) -> int | str | None:
+    """A limit, also one that the command line has as a text."""
+    if value == AUTO or (value is None and optional):
+        return cast("str | None", value)
+    text = value.strip().replace("_", "") if isinstance(value, str) else ""
+    if text.isdecimal():
+        return int(text)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"expected {name} to be an integer or {AUTO!r}, got {value!r}")
+    return value
 
 
 @dataclass

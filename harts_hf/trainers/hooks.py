@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling import patch
+from harts_hf.modeling.checkpointing import allow_some_layers
 from harts_hf.modeling.checks import check_trainable
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.experimental import own_collectors
@@ -19,6 +19,7 @@ from harts_hf.trainers.present_names import PresentNames
 from harts_hf.trainers.refusals import check_settings, check_trl_version
 from harts_hf.trainers.resuming import TreeCheckpoints
 from harts_hf.trainers.router_loss import Support
+from harts_hf.trainers.routing_replay import TreeRoutingReplay
 from harts_hf.trainers.sampling import check_sampling
 from harts_hf.trainers.zero3 import gather_whole_layers
 
@@ -26,7 +27,7 @@ from harts_hf.trainers.zero3 import gather_whole_layers
 _BEFORE_PROCESSING_CLASS = 5
 
 
-class TreeHooks(TreeModelCard, PresentNames, TreeCheckpoints):
+class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints):
     """Mixin that stands *above* a TRL trainer in the MRO and lets it see a policy that runs on rollout trees.
 
     Overrides the one method through which TRL's losses see a policy; nothing of a loss is copied.
@@ -75,6 +76,7 @@ class TreeHooks(TreeModelCard, PresentNames, TreeCheckpoints):
         check_settings(self)
         patch(self.model)
         gather_whole_layers(self.model, self.accelerator)
+        allow_some_layers(causal_lm_of(self.model))
         reference = getattr(self, "ref_model", None)
         if reference is not None:
             patch(self.accelerator.unwrap_model(reference))
@@ -89,11 +91,6 @@ class TreeHooks(TreeModelCard, PresentNames, TreeCheckpoints):
             send_bias_to_engines(self)
         if load.observed:
             add_callback(ExpertLoadFiles(load))
-        elif self.args.tree_replay_routing:
-            raise UnsupportedModelError(
-                "expected a mixture of experts with tree_replay_routing=True, got "
-                f"{type(causal_lm_of(self.model)).__name__}, which has no routers"
-            )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Trainer's; before any model is prepared, so that a reference model is treated as the policy is."""

@@ -9,17 +9,21 @@ import torch
 from torch import nn
 
 from harts_hf.modeling import ENTROPY, LABEL_VALUES, LOG_PROB, is_patched
-from harts_hf.runtime import RunOptions, TreeUpdate, UpdateReport
+from harts_hf.runtime import TreeUpdate, UpdateReport
 from harts_hf.runtime.job import Leaves
+from harts_hf.runtime.update import Find
 from harts_hf.trainers.expert_load import ExpertLoad
+from harts_hf.trainers.fitting import FittingUpdate, TreeBudgets
 from harts_hf.trainers.micro_steps import SliceLeaves, TRLSlice, active_adapters, on_cpu
-from harts_hf.trainers.planning import planner_of
+from harts_hf.trainers.planning import planner_of, run_options_of
 from harts_hf.trainers.ranks import AccelerateRanks
 from harts_hf.trainers.router_loss import RouterLoss
+from harts_hf.trainers.routing_replay import RoutingReplay
 from harts_hf.trainers.rows import PaddedRows, token_ids
+from harts_hf.trainers.scored_once import RecordedReference, ScoredOnce, Weights
 from harts_hf.trainers.settings import SettingsOfSlices, read_settings
 from harts_hf.trainers.skipping import has_custom_loss, reason_to_score
-from harts_hf.trainers.weighing import WEIGHTS, StepTotals
+from harts_hf.trainers.weighing import WEIGHTS, StepTotals, check_keys
 
 # Entries of a slice's largest tensor up to which its loss is computed on the CPU.
 MOST_ON_CPU = 2**20
@@ -32,9 +36,11 @@ class TreePolicy:
         trainer: a TRL trainer whose model is patched.
 
     Attributes:
-        planner: plans windows by the trainer's settings.
+        planner: plans windows by the trainer's settings, within the default limits where those are "auto".
+        budgets: the limits that hold.
         router_loss: the auxiliary loss of a mixture of experts.
         expert_load: how much its experts have to do.
+        routing: the routes that its steps replay.
         options: how forwards run.
         slices: of the optimizer step so far.
         totals: during a step with episodes, what its slices hold together; else None.
@@ -47,19 +53,12 @@ class TreePolicy:
             trainer.accelerator,
             sharded_by_transformers=getattr(trainer, "is_distributed_loading_by_transformers", False),
         )
+        self.budgets = TreeBudgets(trainer, self.ranks)
         self.router_loss = RouterLoss(trainer, self.ranks)
         self.expert_load = ExpertLoad(trainer.model)
-        args = trainer.args
-        self.options = RunOptions(
-            temperature=trainer.temperature,  # TRL's own head keeps what it is at the start, too
-            head_in_fp32=getattr(args, "cast_lm_head_to_fp32", False),
-            context=trainer.compute_loss_context_manager,
-            offload=args.tree_offload_handoff,
-            expand_latents=args.tree_handoff_latents == "expanded",
-            deterministic=args.tree_deterministic,
-            fused_modules=args.tree_fused_modules == "auto",
-            replay_routing=args.tree_replay_routing,
-        )
+        self.options = run_options_of(trainer)
+        self.scored_once, self.reference = ScoredOnce(trainer), RecordedReference(trainer)
+        self.routing = RoutingReplay(trainer, active_adapters)
         self.slices: list[TRLSlice] = []
         self.totals: StepTotals | None = None
         self.scaled_loss: torch.Tensor | None = None  # what TreeEpisodes made of TRL's latest loss
@@ -119,10 +118,37 @@ class TreePolicy:
         if not is_patched(asked):
             raise ValueError("expected a model that runs on trees, got an unpatched one: call harts_hf.patch on it")
         rows = PaddedRows.from_tensors(input_ids, attention_mask, num_scored, keeps_all=aux_loss)
-        names = (*(LABEL_VALUES if entropy else (LOG_PROB,)), *(self.router_loss.names if aux_loss else ()))
-        values = self._update(model, input_ids.device).score(rows, names)
-        found = self.router_loss.of_batch(values) if aux_loss else None
-        return values[LOG_PROB], values[ENTROPY].float() if entropy else None, found
+        is_policy = asked is policy
+        of_reference = self.reference.is_asked(asked, entropy=entropy)
+        if of_reference:
+            found = self.reference.of(asked, rows)
+            (unknown,) = self.ranks.agree(int(found is None))
+            if found is not None and not unknown:
+                return found.to(input_ids.device), None, None
+        rows = rows.with_routes(self.routing.given_to(len(input_ids), is_policy=is_policy))
+        weights = self.weights_to_keep(asked) if is_policy and not aux_loss else None
+        # A step that finds these again asks for entropies, too.
+        labels = LABEL_VALUES if entropy or weights is not None else (LOG_PROB,)
+        names = (*labels, *(self.router_loss.names if aux_loss else ()))
+        keeps = self.routing.keeps_scored(is_policy=is_policy)
+        kept = (lambda rows, routes: self.routing.keep_scored(input_ids, rows, routes)) if keeps else None
+        values, scores = self._update(model, input_ids.device, on_scored=kept).scored(rows, names)
+        if weights is not None:
+            self.scored_once.keep(weights, scores)
+        if of_reference:
+            self.reference.keep(scores)
+        router_loss = self.router_loss.of_batch(values) if aux_loss else None
+        return values[LOG_PROB], values[ENTROPY].float() if entropy else None, router_loss
+
+    def weights_to_keep(self, model: nn.Module) -> Weights | None:
+        """Those of a pass that a step may find again; None where the step has to run it itself, for the routes that
+        later forwards take or for sums over its own trajectories, or where no step will ask.
+
+        Args:
+            model: without a wrapper.
+        """
+        needs_pass = self.router_loss.is_on or self.routing.mode != "off"
+        return None if needs_pass else self.scored_once.weights(model)
 
     def step(self, model: nn.Module, num_items: Any) -> UpdateReport:
         """Runs the kept slices as one update: what their settings were, where their losses run, then :meth:`_run`.
@@ -136,7 +162,7 @@ class TreePolicy:
         """
         slices, self.slices = self.slices, []
         with self.ranks.together():
-            self._check([one.batch for one in slices])
+            check_keys([one.batch for one in slices])
             self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
         loss_device = self._loss_device(slices)
         if loss_device is not None:
@@ -158,20 +184,24 @@ class TreePolicy:
         reason = next((found for found in reasons if found is not None), None)
         return self._update(model, self.trainer.args.device).run(
             slices,
-            lambda one: PaddedRows.from_batch(one.batch, keeps_all=self.counts_all_tokens),
+            lambda one: PaddedRows.from_batch(one.batch, keeps_all=self.counts_all_tokens).with_routes_of(one.batch),
             lambda one, leaves: self._loss(model, one, leaves, num_items, is_last=one is slices[-1]),
             names=(*LABEL_VALUES, *self.router_loss.names),
             unscored="probe" if reason is None else "never",
             reason=reason or "",
             probing=self._without_metrics,
             loss_device=loss_device,
+            kept=self._kept(model, loss_device),
         )
+
+    def _kept(self, model: nn.Module, loss_device: str | None) -> Find | None:
+        return self.scored_once.take(self._unwrapped(model), loss_device or self.trainer.args.device)
 
     def leaves(self, model: nn.Module, batch: dict[str, Any]) -> SliceLeaves:
         """Those of the slice whose loss is being computed; elsewhere (evaluation) the scores of a batch."""
         if self._leaves is not None:
             return self._leaves
-        rows = PaddedRows.from_batch(batch, keeps_all=self.router_loss.is_on)
+        rows = PaddedRows.from_batch(batch, keeps_all=self.router_loss.is_on).with_routes_of(batch)
         names = (*LABEL_VALUES, *self.router_loss.names)
         values = self._update(model, batch["completion_ids"].device).score(rows, names)
         return self._slice_leaves(batch, values, self.router_loss.of_batch(values))
@@ -196,14 +226,6 @@ class TreePolicy:
     def _totals(self, batches: list[dict[str, Any]]) -> StepTotals | None:
         return StepTotals.of(batches, self.ranks) if any(WEIGHTS in batch for batch in batches) else None
 
-    def _check(self, batches: list[dict[str, Any]]) -> None:
-        with_episodes = [WEIGHTS in batch for batch in batches]
-        if any(with_episodes) and not all(with_episodes):
-            raise ValueError(
-                "expected the key 'episode' from all calls of the rollout function within an optimizer step or from "
-                f"none, got it for {sum(with_episodes)} of {len(batches)} micro-steps"
-            )
-
     def _slice_leaves(self, batch: dict[str, Any], values: Leaves, aux_loss: torch.Tensor | None) -> SliceLeaves:
         return SliceLeaves(
             log_probs=values[LOG_PROB],
@@ -219,16 +241,20 @@ class TreePolicy:
         known = self._inner.get(id(model))
         return self.trainer.accelerator.unwrap_model(model) if known is None else known
 
-    def _update(self, model: nn.Module, device: Any) -> TreeUpdate:
+    def _update(self, model: nn.Module, device: Any, *, on_scored: Any = None) -> TreeUpdate:
         is_policy = self._unwrapped(model) is self._unwrapped(self.trainer.model)
-        return TreeUpdate(
+        return FittingUpdate(
             model,
-            self.planner,
+            self.budgets.applied(self.planner),
             self.options,
+            budgets=self.budgets,
+            trainer=self.trainer,
             ranks=self.ranks,
             device=device,
             placement=self.trainer.args.tree_placement,
             observed=self.expert_load.observed if is_policy else (),
+            known_routes=self.routing.known if is_policy else None,
+            on_scored=on_scored,
         )
 
     def _loss_device(self, slices: list[TRLSlice]) -> str | None:

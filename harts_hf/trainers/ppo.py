@@ -14,6 +14,7 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling import patch, vocab_size_of
+from harts_hf.modeling.checkpointing import allow_some_layers
 from harts_hf.trainers.episodes import TreeEpisodes
 from harts_hf.trainers.hooks import TreeHooks
 from harts_hf.trainers.off_policy import TreeOffPolicy
@@ -84,6 +85,7 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
                 f"{vocab_size_of(self.value_model)} tokens"
             )
         if self.args.gradient_checkpointing:
+            allow_some_layers(self.value_model)
             self.value_model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
         if self.args.disable_dropout:
             disable_dropout_in_model(self.value_model)

@@ -9,6 +9,7 @@ from torch import nn
 from harts_hf.modeling import ENTROPY, LOG_PROB
 from harts_hf.runtime import TreeUpdate, UpdateReport
 from harts_hf.runtime.job import Leaves
+from harts_hf.runtime.update import Find
 from harts_hf.trainers.micro_steps import TRLSlice
 from harts_hf.trainers.planning import planner_of
 from harts_hf.trainers.policy import TreePolicy
@@ -61,8 +62,13 @@ class TreeActorCritic(TreePolicy):
         """Log-probs ``[B, C]`` of the policy and values ``[B, C + 1]``, the last that of each row's end."""
         rows = PaddedRows.from_tensors(input_ids, attention_mask, num_scored)
         valued = ValuedRows(rows=rows, otherwise=rows.stand_in())
-        names = (LOG_PROB,) if self.value_model is not None else (LOG_PROB, VALUE)
-        found = self._update(self.trainer.model, input_ids.device).score(valued, names)
+        policy = self._unwrapped(self.trainer.model)
+        weights = self.weights_to_keep(policy)
+        labels = (LOG_PROB,) if weights is None else POLICY_VALUES
+        names = labels if self.value_model is not None else (*labels, VALUE)
+        found, scores = self._update(self.trainer.model, input_ids.device).scored(valued, names)
+        if weights is not None:
+            self.scored_once.keep(weights, scores)
         if self.value_model is not None:
             found |= self._value_update(input_ids.device).score(valued, (VALUE,))
         return found[LOG_PROB], found[VALUE]
@@ -71,13 +77,14 @@ class TreeActorCritic(TreePolicy):
         trains_policy = self.trainer.state.global_step >= self.trainer.args.value_warmup_steps
         self._sums: Sums = {}
         update = self._update(model, self.trainer.args.device)
+        kept = self._kept(model, loss_device)
         if self.value_model is None:
             self.head.is_detached = not trains_policy
-            report = self._run_one(update, slices, (*POLICY_VALUES, VALUE), loss_device)
+            report = self._run_one(update, slices, (*POLICY_VALUES, VALUE), loss_device, kept)
         else:
             report = self._run_value_model(slices, loss_device)
             if trains_policy:
-                policy = self._run_one(update, slices, POLICY_VALUES, loss_device)
+                policy = self._run_one(update, slices, POLICY_VALUES, loss_device, kept)
                 report = replace(policy, loss=policy.loss + report.loss)
         self._log("train", slices[0].batch)
         return report
@@ -101,7 +108,12 @@ class TreeActorCritic(TreePolicy):
         return ValuedRows.from_batch(batch, otherwise=batch[OTHERWISE].cpu().numpy())
 
     def _run_one(
-        self, update: TreeUpdate, slices: list[TRLSlice], names: tuple[str, ...], loss_device: str | None
+        self,
+        update: TreeUpdate,
+        slices: list[TRLSlice],
+        names: tuple[str, ...],
+        loss_device: str | None,
+        kept: Find | None = None,
     ) -> UpdateReport:
         return update.run(
             slices,
@@ -110,6 +122,7 @@ class TreeActorCritic(TreePolicy):
             names=names,
             reason="value_loss" if VALUE in names else "old_per_token_logps",
             loss_device=loss_device,
+            kept=kept,
         )
 
     def _run_value_model(self, slices: list[TRLSlice], loss_device: str | None) -> UpdateReport:
@@ -125,7 +138,7 @@ class TreeActorCritic(TreePolicy):
     def _value_update(self, device: Any) -> TreeUpdate:
         assert self.value_model is not None
         update = self._update(self.value_model, device)
-        update.planner = self._value_planner
+        update.planner = self.budgets.applied(self._value_planner)
         return update
 
     def _loss_on(self, one: TRLSlice, leaves: Leaves) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.runtime import OtherRankError, Ranks
+from harts_hf.runtime.ranks import is_out_of_memory
 from harts_hf.trainers.replacing import replaced
 from harts_hf.tree import IntArray
 
@@ -20,7 +21,7 @@ DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
 # What a rank says where ranks meet; a place deeper inside says another number.
-FAILED, CALLS, REDUCES, DONE, PLACES = range(5)
+FAILED, RAN_OUT, CALLS, REDUCES, DONE, PLACES = range(6)
 # Numbers that travel with it, enough for what TRL's losses gather: fewer collectives, and of one shape everywhere.
 ROOM = 64
 EXACT = 2**53  # what float64 holds
@@ -60,10 +61,13 @@ class AccelerateRanks(Ranks):
             or kind == DistributedType.FSDP
             or (kind == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.hf_ds_config.is_zero3())
         )
+        self.can_begin_again = self.count == 1 or self._is_ddp
         # Where memory is there for whole parameters after forwards, it is after backwards too.
         self._stays_whole = kind == DistributedType.FSDP and not accelerator.state.fsdp_plugin.reshard_after_forward
         self._depth = 0  # of together()
         self._told: Exception | None = None  # the error that the other ranks know of
+        self._ran_out = False  # whether all ranks know of the latest failure, which was that memory ran out
+        self._apart = False  # whether ranks run ops of which the others see nothing, until the last backward
 
     # ---- agreement ----------------------------------------------------------------------------------------------
 
@@ -119,7 +123,7 @@ class AccelerateRanks(Ranks):
         except Exception as error:
             if error is not self._told:
                 self._told = error
-                self._meet(FAILED, text=f"{type(error).__name__}: {error}")
+                self._tell(error)
             raise
         else:
             self._meet(PLACES * self._depth + DONE)
@@ -127,6 +131,23 @@ class AccelerateRanks(Ranks):
             self._depth -= 1
             if not self._depth:
                 self._told = None  # its traceback holds the step's tensors
+
+    def _tell(self, error: Exception) -> None:
+        self._meet(RAN_OUT if is_out_of_memory(error) else FAILED, text=f"{type(error).__name__}: {error}")
+
+    def ran_out(self, error: Exception) -> bool:
+        """See :meth:`harts_hf.runtime.Ranks.ran_out`; under DDP ranks meet before the last backward."""
+        if self.count == 1:
+            return is_out_of_memory(error)
+        if self._apart:
+            self._apart = False
+            self._tell(error)
+        told, self._ran_out = self._ran_out, False
+        return told and self.can_begin_again
+
+    def _run_apart(self) -> None:
+        """Notes that this rank runs an op that the others see nothing of."""
+        self._apart = self._apart or (self._is_ddp and self.count > 1 and not self._depth)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -168,14 +189,17 @@ class AccelerateRanks(Ranks):
             own[2 : 2 + tensor.numel()] = tensor.detach().reshape(-1)
         rows = gather(self._on_device(own)[None]).cpu()
         codes, sizes = rows[:, 0].long().tolist(), rows[:, 1].long().tolist()
-        failed = [rank for rank, found in enumerate(codes) if found == FAILED]
+        failed = [rank for rank, found in enumerate(codes) if found in (FAILED, RAN_OUT)]
         if failed:
+            self._ran_out, self._apart = FAILED not in codes, False
             self._depth, depth = 0, self._depth
             texts = self.gather_texts(text)
             self._depth = depth
-            if code != FAILED:
+            if code not in (FAILED, RAN_OUT):
                 raise OtherRankError("; ".join(f"process {rank} raised {texts[rank]}" for rank in failed))
-        elif len(set(codes)) > 1:
+            return None
+        self._ran_out = False
+        if len(set(codes)) > 1:
             raise OtherRankError(
                 f"expected the same collectives in the losses of all {self.count} processes, got another one on "
                 f"process {next(rank for rank, found in enumerate(codes) if found != codes[0])} than on process 0"
@@ -265,6 +289,7 @@ class AccelerateRanks(Ranks):
 
     def scoring_model(self, model: nn.Module) -> nn.Module:
         """DDP's inner module, since its forward may broadcast buffers; else the wrapped one."""
+        self._run_apart()
         return self.accelerator.unwrap_model(model) if self._is_ddp else model
 
     @contextmanager
@@ -276,10 +301,11 @@ class AccelerateRanks(Ranks):
         finally:
             self.accelerator.gradient_state._set_sync_gradients(True)
 
-    def around_forward(self, model: nn.Module, *, syncs: bool) -> AbstractContextManager[object]:
-        """DDP's reducer is armed by a forward, whose own backward has to come next: only the last one may arm it."""
-        if self.count == 1 or syncs or not self._is_ddp:
+    def around_forward(self, model: nn.Module) -> AbstractContextManager[object]:
+        """DDP's reducer is armed by a forward whose own backward has to come next; here by the last backward."""
+        if self.count == 1 or not self._is_ddp:
             return nullcontext()
+        self._run_apart()
         return self.accelerator.no_sync(model)
 
     def around_backward(
@@ -298,7 +324,11 @@ class AccelerateRanks(Ranks):
             model.optimizer.clear_backward_seen_flag()
         if self._stays_whole:
             model.set_reshard_after_backward(is_last)
-        if self._is_ddp and is_last and not follows:
+        self._run_apart()
+        if self._is_ddp and is_last:
+            if self._apart:  # who ran out of memory before is waiting here
+                self._meet(DONE)
+                self._apart = False
             model.require_backward_grad_sync = model.require_forward_param_sync = True
             model.reducer.prepare_for_backward(list(outputs) if model.find_unused_parameters else [])
         with self.marked(is_last):

@@ -9,11 +9,14 @@ from accelerate.utils import DistributedType
 from packaging.version import Version
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.training_args import OptimizerNames
+from trl import GRPOTrainer
 
 from harts_hf.errors import HartsWarning, UnsupportedModelError
 from harts_hf.modeling.checks import REENTRANT_MESSAGE, check_experts, check_parallel_sizes
 from harts_hf.modeling.patching import causal_lm_of
+from harts_hf.trainers.acceleration import check_acceleration
 from harts_hf.trainers.ranks import check_backend
+from harts_hf.trainers.weighing import UNITS
 from harts_hf.trainers.zero3 import gathers_whole_layers
 
 TRL_RANGE = ("1.16", "1.17")
@@ -71,6 +74,7 @@ def check_settings(trainer: Any) -> None:
     args = trainer.args
     check_processes(trainer)
     check_backend(trainer.accelerator)
+    check_acceleration(trainer)
     check_parallel_sizes(
         {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
     )
@@ -80,7 +84,14 @@ def check_settings(trainer: Any) -> None:
     has_coefficient = getattr(trainer, "aux_loss_enabled", False)
     # They step inside the backward, so several times in a window of several microbatches.
     optimizers = [name for name in OptimizerNames if name.endswith(("lomo", "layerwise"))]
+    # Of TRL's own loss, which says so only once rollouts have been sampled; a loss of one's own may have others.
+    has_loss_types = getattr(type(trainer), "_compute_loss", None) is GRPOTrainer._compute_loss
     refused: list[tuple[bool, str, str]] = [
+        (
+            has_loss_types and args.loss_type not in UNITS,
+            f"loss_type to be one of {', '.join(UNITS)}",
+            f"{getattr(args, 'loss_type', None)!r}",
+        ),
         (
             has_coefficient and trainer.router_loss == "refused",
             f"no auxiliary loss of the router in {type(trainer).__name__}, whose loss has no place for it",
@@ -88,8 +99,6 @@ def check_settings(trainer: Any) -> None:
             "train without it",
         ),
         (args.fp16, "bf16 or fp32 training (states would overflow in fp16)", "fp16=True"),
-        (args.torch_compile, "an uncompiled model", "torch_compile=True"),
-        (args.use_liger_kernel, "the model's own layers", "use_liger_kernel=True"),
         (
             args.neftune_noise_alpha is not None,
             "equal embeddings of a shared token (NEFTune draws noise for every trajectory)",

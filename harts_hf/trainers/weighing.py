@@ -165,3 +165,17 @@ def trained(batch: Mapping[str, Any]) -> torch.Tensor:
 
 def _tokens(batch: Mapping[str, Any]) -> float:
     return float((trained(batch).sum(dim=1) * batch[WEIGHTS]).double().sum())
+
+
+def check_keys(batches: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses an optimizer step of which some micro-steps alone have episodes.
+
+    Raises:
+        ValueError: see above.
+    """
+    with_episodes = [WEIGHTS in batch for batch in batches]
+    if any(with_episodes) and not all(with_episodes):
+        raise ValueError(
+            "expected the key 'episode' from all calls of the rollout function within an optimizer step or from "
+            f"none, got it for {sum(with_episodes)} of {len(batches)} micro-steps"
+        )

@@ -66,6 +66,34 @@ def test_everything_that_is_refused_is_said_at_once(dry_run):
     assert "verdict 4 refused" in said
 
 
+def test_unknown_keys_hide_nothing(dry_run, tmp_path):
+    """Of the recipe and of the command line, beside what else is refused."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(Path(TINY).read_text() + "lerning_rate: 1\n")
+    status, said = dry_run("--lr", "1", "--weight_decay", "-1", recipe=str(recipe))
+    assert status == 1 and "verdict 2 refused" in said
+    assert "unknown key 'lerning_rate' (did you mean 'learning_rate'?), 'lr'" in said
+    assert "expected weight_decay to be a finite number of at least 0, got -1.0" in said
+
+
+def test_all_values_that_a_field_refuses(dry_run, tmp_path):
+    """In one message, with the key that is not known."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("lerning_rate: 1\nmax_steps: many\nlearning_rate: fast\n")
+    status, said = dry_run(recipe=str(recipe))
+    assert status == 2 and "unknown key 'lerning_rate' (did you mean 'learning_rate'?); expected max_steps" in said
+    assert "expected learning_rate to be a number, got 'fast'" in said
+
+
+@pytest.mark.parametrize(("name", "reason"), [("file/out", "Not a directory"), ("file", "Not a directory")])
+def test_the_output_folder_is_tried(name, reason, tmp_path, capsys):
+    """Whether it could be made and written; nothing is made."""
+    (tmp_path / "file").write_text("")
+    assert harts(["train", TINY, "--output_dir", str(tmp_path / name), "--dry-run"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "expected output_dir to be a folder that can be written" in said and reason in said
+
+
 def test_what_follows_from_a_missing_model_is_not_said(dry_run):
     """No tokenizer of an agent is asked for where a model is named that is not there."""
     status, said = dry_run("--model_name_or_path", "nowhere", recipe="recipes/qwen3_5_grpo_1gpu.yaml")
@@ -159,15 +187,15 @@ def test_other_trainers(name, dry_run, tmp_path):
 def test_parameters_and_memory_are_those_of_the_trainer(dry_run, tmp_path):
     """The same numbers as of the model that the recipe builds, which a dry run does not build."""
     status, said = dry_run()
+    assert "; 4 prompts to train on" in said  # the shelf's own, which the data set repeats
     trainer = build_trainer(*parse([TINY, "--output_dir", str(tmp_path / "real")]))
     count = sum(parameter.numel() for parameter in trainer.model.parameters())
     assert status == 0 and f"bailing_hybrid, {count:,} parameters in float32, {count:,} of them trained" in said
     assert not (tmp_path / "out").exists()
     schedule = plan_window(made_up(branching=[4, 2, 2]), trainer._tree.planner.config)
     launch = find_launch(None, None, 1)
-    parts = {
-        p.name: p for p in memory.memory_parts(trainer.model, trainer.args, launch, schedule, with_reference=True)
-    }
+    found = memory.memory_of(trainer.model, trainer.args, launch, with_reference=True)
+    parts = {p.name: p for p in found.parts(schedule)}
     weights = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
     assert parts["weights"].bytes == parts["gradients"].bytes == parts["reference model"].bytes == weights
     trainer.create_optimizer()
@@ -179,6 +207,22 @@ def test_parameters_and_memory_are_those_of_the_trainer(dry_run, tmp_path):
     single = 8 * sum(parameter.numel() == 1 for parameter in trainer.model.parameters())
     assert parts["optimizer"].bytes == sum(v.numel() * v.element_size() for v in states) + single
     assert parts["handed states"].bytes == schedule.memory_counts(0).handed_bytes.max()
+    assert found.states_bytes < found.peak(schedule) < sum(part.bytes for part in parts.values())
+    assert "limits auto: 16,384 rows a microbatch (the default on a CPU)" in said
+
+
+def test_limits_that_fit_are_planned(dry_run):
+    """Of a GPU's memory; where nothing is left, the error says what would be needed, and no plan is shown."""
+    small = ("--use_cpu", "false", "--dry_run_memory", "40MB")
+    status, said = dry_run(*small)
+    rows = int(re.search(r"limits auto: ([\d,]+) rows a microbatch, graphs of", said)[1].replace(",", ""))
+    assert status == 0 and 64 <= rows < 65_536 and "fits into 0.0 GB, 10% of which are left alone" in said
+    assert int(re.search(r"([\d,]+) rows at most", said)[1].replace(",", "")) <= rows
+    _, said = dry_run(*small, "--tree_max_tokens_per_microbatch", "128")
+    assert "limits auto" not in said
+    status, said = dry_run(*small[:3], "2MB")
+    assert status == 1 and "GB beside weights, gradients and optimizer" in said and "rows at most" not in said
+    assert dry_run("--dry_run_memory", "much")[0] == 2
 
 
 def test_shards_of_each_backend(tmp_path):
@@ -196,7 +240,8 @@ def test_shards_of_each_backend(tmp_path):
     fsdp = find_launch(written(tmp_path, "FSDP", fsdp_config={"fsdp_version": 2}), None, 1)
     assert tuple(p.bytes / 10_000 for p in memory._states(model, args, fsdp, False)) == (4 / 8, 4 / 8, 8 / 8)
     ddp = find_launch(None, 8, 1)
-    assert [p.name for p in memory._working(model, args, ddp)] == ["buckets"]
+    # 2 bytes of each weight that autocast casts, and as many as all gradients have.
+    assert {p.name: p.bytes / 10_000 for p in memory._working(model, args, ddp)} == {"cast weights": 2, "buckets": 4}
     assert tuple(p.bytes / 10_000 for p in memory._states(model, args, ddp, False)) == (4, 4, 8)
 
 
@@ -289,6 +334,6 @@ def test_rollouts_of_a_file_on_a_multimodal_checkpoint(dry_run, tmp_path):
     )  # fmt: skip
     assert status == 0, said
     assert "qwen3_5_text" in said and "reference model" in said and "processes 2, DDP (num_processes)" in said
-    assert "the 1 groups of 3 with the most tokens" in said
+    assert "1 of 3 groups, those with the most tokens" in said
     planned = int(re.search(r"plan ([\d,]+) tokens", said)[1].replace(",", ""))
     assert planned in expanded.values() and planned >= np.median(list(expanded.values()))

@@ -1,6 +1,7 @@
 """`harts plan` and the command line's entry."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -26,13 +27,18 @@ def rollouts(tmp_path):
 
 
 def test_table(rollouts, capsys):
-    """A line a group and a total."""
+    """The gain; one line per group and a total; each column in a line."""
     assert main(["plan", str(rollouts)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:6] == ["group", "trajectories", "expanded", "unique", "ratio", "depth"]
-    assert lines[1].split() == ["a", "2", "15", "9", "1.67", "8", "6", "1", "1"]
-    assert lines[2].split() == ["b", "1", "3", "3", "1.00", "3", "0", "1", "1"]
-    assert lines[3].split() == ["all", "3", "18", "12", "1.50", "8", "6", "1", "1"]
+    assert lines[0] == "3 trajectories of 2 groups, trained once:"
+    assert lines[2].split() == ["tokens", "18", "12", "1.50x", "fewer"]
+    names = ["group", "trajectories", "expanded", "unique", "ratio", "depth", "replay", "calls", "calls (ends)"]
+    (start,) = [index for index, line in enumerate(lines) if line.split()[:2] == names[:2]]
+    assert re.split("  +", lines[start]) == names
+    assert lines[start + 1].split() == ["a", "2", "15", "9", "1.67", "8", "6", "1", "1"]
+    assert lines[start + 2].split() == ["b", "1", "3", "3", "1.00", "3", "0", "1", "1"]
+    assert lines[start + 3].split() == ["all", "3", "18", "12", "1.50", "8", "6", "1", "1"]
+    assert [re.split("  +", line)[1] for line in lines[start + 5 :][: len(names)]] == names
     assert "1 microbatch of at most 16,384 tokens on 1 rank, replay execution" in lines
     assert not any("ranks" in line for line in lines)
 

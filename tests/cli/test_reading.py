@@ -43,8 +43,8 @@ def test_options_of_reading(rollouts, tokenizer, capsys):
     assert main(["plan", rollouts, *options]) == 0
     captured = capsys.readouterr()
     assert "3 samples of 3 conversations (messages), one per conversation" in captured.out and not captured.err
-    lines = captured.out.splitlines()
-    assert lines[1].split()[:2] == ["0", "2"] and lines[2].split()[:2] == ["1", "1"]
+    table = captured.out.split("calls (ends)\n")[1].splitlines()
+    assert table[0].split()[:2] == ["0", "2"] and table[1].split()[:2] == ["1", "1"]
 
 
 def test_verify_reads_conversations(tokenizer, tmp_path, capsys):
@@ -77,3 +77,21 @@ def test_what_cannot_be_read_is_a_line(rollouts, tokenizer, capsys, options, mes
     given = ["--tokenizer", tokenizer] if options else []
     assert main(["plan", rollouts, *given, *options]) == 2
     assert capsys.readouterr().err == f"harts plan: {rollouts}, {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("nowhere.jsonl", None, "nowhere.jsonl: no such file"),
+        ("r.csv", "a,b", "r.csv: expected a rollout file"),
+        ("r.jsonl", '{"text": "a"}', "line 1: expected a row that holds"),
+        ("r.jsonl", '{"messages": []}', "line 1: expected messages to be a non-empty list of objects"),
+    ],
+)
+@pytest.mark.parametrize("command", [["plan"], ["verify", "--model", "nowhere"]])
+def test_files_are_looked_at_first(tmp_path, capsys, command, name, content, message):
+    """Before tokenizers and weights, which here are not even there."""
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    assert main([*command, str(tmp_path / name), "--tokenizer", "nowhere"]) == 2
+    assert message in capsys.readouterr().err

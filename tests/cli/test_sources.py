@@ -102,6 +102,17 @@ def train(tmp_path, monkeypatch, capsys):
     sys.modules.pop("my_code", None)
 
 
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["train", "dry-run"])
+def test_a_template_that_writes_no_tools(dry, train, tmp_path):
+    """Refused before anything is sampled where the environment's turns are calls."""
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    )
+    status, out, err = train("--environment_factory", "my_code:Counter", "--branching", "2", "2", *dry)
+    said = " ".join((out + err).split())
+    assert status == (1 if dry else 2) and "expected a chat template that writes tools" in said
+
+
 REWARDS = ("--reward_funcs", "my_code:rewards")
 DATA = ("--dataset_name", "prompts.jsonl")
 
@@ -149,7 +160,7 @@ def test_recorded_rollouts(train, tmp_path):
     assert "reward  1.500" in said
     status, said, error = train("--recorded_rollouts", "rollouts.jsonl", "--dry-run")
     assert status == 0, said
-    assert "sampled by nobody: they are recorded" in said and "rollouts.jsonl: the 1 groups of 2" in said
+    assert "sampled by nobody: they are recorded" in said and "rollouts.jsonl: 1 of 2 groups" in said
     status, _, error = train("--recorded_rollouts", "rollouts.jsonl", "--recorded_kwargs.mood", "good")
     assert status == 2 and "recorded_kwargs do not fit RecordedRollouts" in error
 

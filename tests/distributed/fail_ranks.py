@@ -143,6 +143,28 @@ def in_op(trainer, rank):
     run.WindowRun._forward = failing
 
 
+def out_in(kind, times):
+    """Rank 1 runs out of memory in its first forwards ("F") or backwards ("B") with graphs; then it has enough."""
+
+    def plant(trainer, rank):
+        from harts_hf.runtime import run
+
+        name = "_forward" if kind == "F" else "_backward"
+        stock, left = getattr(run.WindowRun, name), [times if rank == 1 else 0]
+
+        def failing(self, position, *args):
+            found = stock(self, position, *args)
+            if left[0] and self._ops[position][0] == kind:
+                left[0] -= 1
+                raise torch.OutOfMemoryError("no memory is left in an op")
+            return found
+
+        setattr(run.WindowRun, name, failing)
+        return lambda: setattr(run.WindowRun, name, stock)
+
+    return plant
+
+
 FAILURES = {
     "loss": in_loss,
     "collectives": in_collectives,
@@ -154,7 +176,14 @@ FAILURES = {
     "advantages": in_advantages,
     "scoring": in_scoring,
     "op": in_op,
+    "planned": lambda trainer, rank: None,
+    "forward": out_in("F", 1),
+    "backward": out_in("B", 1),
+    "again": out_in("F", 2),
 }
+# Of these, what was trained is written down too; those that run out of memory have microbatches that can be halved.
+TRAINED = ("planned", "forward", "backward")
+HALVED = ("forward", "backward", "again", "scoring")
 
 
 def main() -> None:
@@ -169,6 +198,8 @@ def main() -> None:
         model = tiny_model("qwen3_5_text", seed=1)
         options = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "tree_placement": "global"}
         options |= {"tree_execution": "replay", "max_steps": 1, **backend_options(backend)}
+        if failure in HALVED:
+            options["tree_max_tokens_per_microbatch"] = 128
         args = TreeGRPOConfig(**recorded.arguments(folder, **options))
         if backend.startswith("fsdp2"):
             allow_fsdp_on_cpu()
@@ -188,6 +219,12 @@ def main() -> None:
             trainer.train()
         except Exception as error:
             found = SimpleNamespace(text=f"{type(error).__name__}: {error}")
+        if failure in TRAINED:
+            log = trainer.state.log_history[0]
+            found.text += (
+                f"; out of memory {log['tree/out_of_memory']:g}, {log['tree/max_tokens_per_microbatch']:g} rows"
+            )
+            torch.save([p.detach() for p in model.parameters()], folder / f"{failure}-{rank}.pt")
         (folder / f"{failure}-{rank}").write_text(found.text)
         if undo is not None:
             undo()

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from support.launching import launch, run_processes
 
 SCRIPT = Path(__file__).parent / "fail_ranks.py"
@@ -20,7 +21,13 @@ EXPECTED = {
     "plans": ("the same plan on every process, got the hashes",) * 2,
     "reward": ("OtherRankError: process 1 raised LookupError: no such test", "LookupError: no such test"),
     "advantages": ("ValueError: expected finite advantages", "process 0 raised ValueError: expected finite adv"),
+    # Once more with half the rows, and then
     "scoring": ("process 1 raised OutOfMemoryError: no memory is left", "OutOfMemoryError: no memory is left"),
+    "again": ("process 1 raised OutOfMemoryError: no memory is left in", "had run out with 128 in the same step"),
+    # The step is begun again on both.
+    "planned": ("nothing was raised; out of memory 0, 64 rows",) * 2,
+    "forward": ("nothing was raised; out of memory 1, 64 rows",) * 2,
+    "backward": ("nothing was raised; out of memory 1, 64 rows",) * 2,
 }
 pytestmark = pytest.mark.distributed
 
@@ -30,7 +37,9 @@ def raised(tmp_path_factory):
     """What each rank raised, by failure; the processes go on to the next one."""
     folder = tmp_path_factory.mktemp("failures")
     run_processes(SCRIPT, folder, "ddp", *EXPECTED)
-    return {name: [(folder / f"{name}-{rank}").read_text() for rank in (0, 1)] for name in EXPECTED}
+    found = {name: [(folder / f"{name}-{rank}").read_text() for rank in (0, 1)] for name in EXPECTED}
+    found["parameters"] = {path.stem: torch.load(path) for path in folder.glob("*.pt")}
+    return found
 
 
 @pytest.mark.parametrize("failure", EXPECTED)
@@ -40,9 +49,20 @@ def test_all_ranks_raise(failure, raised):
         assert expected in found
 
 
+@pytest.mark.parametrize("failure", ["forward", "backward"])
+def test_a_step_that_was_begun_again(failure, raised):
+    """One rank ran out of memory before the last backward: both train as if half the rows had been planned."""
+    for rank in (0, 1):
+        for found, planned in zip(
+            raised["parameters"][f"{failure}-{rank}"], raised["parameters"]["planned-0"], strict=True
+        ):
+            assert torch.equal(found, planned)
+
+
 def test_inside_an_op(tmp_path):
     """Nobody can be told: that process ends with its error in the log, and the launcher ends the others."""
     started = time.perf_counter()
     done = launch(SCRIPT, tmp_path, "fsdp2", "op")
     assert done.returncode != 0 and "no memory is left in an op" in done.stderr
+    assert "cannot be begun again where processes share parameters" in done.stderr
     assert time.perf_counter() - started < 240

@@ -49,6 +49,8 @@ ALLOWED = {
     "lora-qalora": lambda: LoraConfig(use_qalora=True, qalora_group_size=8, **ONE),
     "lora-rslora": lambda: LoraConfig(use_rslora=True, **ONE),
     "lora-saved": lambda: LoraConfig(modules_to_save=["embed_tokens", "input_layernorm"], **ONE),
+    "lora-saved-linear": lambda: LoraConfig(r=4, target_modules=["down_proj"], modules_to_save=["linear_attn"]),
+    "lora-saved-full": lambda: LoraConfig(r=4, target_modules=["down_proj"], modules_to_save=["self_attn"]),
     "lora-tokens": lambda: LoraConfig(trainable_token_indices=[5, 6, 7], **ONE),
     "miss": lambda: peft.MissConfig(r=4, **ONE),
     "oft": lambda: peft.OFTConfig(r=0, oft_block_size=8, **ONE),

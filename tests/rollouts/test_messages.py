@@ -234,8 +234,9 @@ def nested(arguments):
             {"messages": [assistant(call("a", {"b": "c"}))]},
         ],
         [{"messages": [USER], "tools": [{"a": "1"}, {"b": {"c": [{"d": "2"}, {"e": "3"}]}}]}, {"messages": [USER]}],
+        [{"messages": [USER, {"role": "assistant", "tool_calls": [call("a", {"b": "c"})]}]}],
     ],
-    ids=["arguments", "every depth", "content", "tools"],
+    ids=["arguments", "every depth", "content", "tools", "no content"],
 )
 def test_parquet_gives_the_tokens_of_json_lines(make, rows, tmp_path):
     """Fields that Parquet fills with null, in messages and tools and at every depth, are as absent."""
@@ -247,6 +248,14 @@ def test_parquet_gives_the_tokens_of_json_lines(make, rows, tmp_path):
         for name in ("r.jsonl", "r.parquet")
     )
     assert lines == parquet
+
+
+def test_items_that_parquet_gives_a_content(tmp_path):
+    """What a template skips is an error in both: a content that Parquet fills with null says nothing."""
+    rows = [{"group": "a", "messages": [{"role": "user", "text": "hi"}, {"role": "assistant", "content": "x"}]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "r.parquet")
+    with pytest.raises(RolloutFileError, match=r"row 1: message 1 \(role 'user'\): all of it left no token"):
+        read_rollouts(tmp_path / "r.parquet", byte_tokenizer())
 
 
 def test_nulls_of_lists_and_of_json_lines_stay(tmp_path):

@@ -1,12 +1,11 @@
-"""Pictures of trees and schedules: they are drawn, and their parts say what the tree says."""
+"""Pictures of trees: they are drawn, and their parts say what the tree says."""
 
 import numpy as np
 import pytest
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
-from harts_hf.planner import PlannerConfig, plan_window
-from harts_hf.rollouts.plot import draw_segments, plot_plan, plot_tree
+from harts_hf.rollouts.plot import draw_segments, plot_tree
 from harts_hf.tree import RolloutTree
 
 TREE = RolloutTree.from_shape([-1, 0, 0, 1, 1], [10, 5, 6, 7, 8], [1, 2, 3, 4, 4])
@@ -33,16 +32,6 @@ def test_tree_is_drawn(tmp_path, rewards):
 
 
 def test_wrong_number_of_rewards(tmp_path):
-    """A reward a trajectory, or an error."""
-    with pytest.raises(ValueError, match="expected 5 rewards, one a trajectory, got 2"):
+    """One reward per trajectory, or an error."""
+    with pytest.raises(ValueError, match="expected 5 rewards, one per trajectory, got 2"):
         plot_tree(TREE, [1, 2], tmp_path / "tree.png")
-
-
-@pytest.mark.parametrize("execution", ["replay", "nested"])
-def test_plan_is_drawn(tmp_path, execution):
-    """Tree and schedule in one picture, dummies and trunks included."""
-    config = PlannerConfig(
-        max_tokens_per_microbatch=8, world_size=2, chunk_size=4, sharing="always", execution=execution
-    )
-    plot_plan(TREE, [1.0] * 5, plan_window(TREE, config), tmp_path / "plan.png", group="a")
-    assert (tmp_path / "plan.png").stat().st_size > 5000

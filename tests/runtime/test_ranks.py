@@ -220,6 +220,39 @@ def test_one_rank_needs_scores():
     assert calls == [2, 2]
 
 
+@pytest.mark.parametrize("everyone", [True, False])
+@pytest.mark.parametrize("placement", ["global", "local"])
+def test_values_that_are_known(placement, everyone):
+    """Each rank has scored its own trajectories: nothing is scored if all have, everything if one has not."""
+    slices = parts(3)
+    start = new_model()
+    models = [patched(start) for _ in slices]
+    names = ("log_prob", "value")
+    calls = [0, 0, 0]
+
+    def work(ranks):
+        def loss(rows, values):
+            calls[ranks.index] += 1
+            return actor_critic(rows, values)
+
+        own = [row for rows in slices[ranks.index] for row in rows]
+        update = TreeUpdate(models[ranks.index], WindowPlanner(config=PLANNER), ranks=ranks, placement=placement)
+        _, kept = update.scored(Rows(own), names)
+        find = kept.of if everyone or ranks.index == 1 else None
+        return update.run(slices[ranks.index], Rows, loss, names=names, kept=find)
+
+    with float64_everywhere(start):
+        reports = on_ranks(3, work)
+    assert [report.scoring_kept for report in reports] == [everyone] * 3
+    assert [report.scoring_needed_by for report in reports] == [None if everyone else "loss"] * 3
+    assert calls == [2, 2, 2] and all(report.recompute_difference < 1e-12 for report in reports)
+    for model in models:
+        unpatch(model)
+    found = [gradients(model) for model in models]
+    mean = {name: sum(one[name] for one in found) / len(found) for name in found[0]}
+    assert_gradients_close(mean, expected(actor_critic, slices), GRADIENT_TOLERANCE)
+
+
 @pytest.mark.parametrize("on", [0, 1])
 def test_a_rank_that_fails(on):
     """All raise, with its number and its words."""
@@ -307,5 +340,6 @@ def test_no_local_plan_is_faster_than_the_bound(execution):
     rng = np.random.default_rng(0)
     rows = [rng.integers(2, VOCAB, 600) for _ in range(16)]
     config = PlannerConfig(max_tokens_per_microbatch=1200, execution=execution)
-    seconds = plan_window(RolloutTree.from_trajectories(rows), config).estimated_seconds
-    assert 0.8 * seconds < placing._least_seconds(rows, config) <= seconds
+    tree = RolloutTree.from_trajectories(rows)
+    seconds = plan_window(tree, config).estimated_seconds
+    assert 0.8 * seconds < placing._least_seconds(tree, config) <= seconds

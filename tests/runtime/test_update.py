@@ -137,6 +137,47 @@ def test_score():
             assert not found["value"][number, len(row) :].any()
 
 
+@pytest.mark.parametrize("execution", ["nested", "replay", "keep"])
+def test_values_that_are_known(execution):
+    """A loss on the values of an earlier pass, which had the rows in other batches: the unpatched model's gradient,
+    one call of each loss, and no forward but for the backwards and the states of trunks."""
+    model, parts = model_with_critic(), slices()
+    rows = [row for part in parts for row in part]
+    names = ("log_prob", "value")
+    config = PlannerConfig(max_tokens_per_microbatch=64, sharing="always", execution=execution)
+    calls = []
+
+    def loss(rows, values):
+        calls.append(len(rows))
+        return actor_critic(rows, values)
+
+    with float64_everywhere(model):
+        update = TreeUpdate(model, WindowPlanner(config=config))
+        _, kept = update.scored(Rows(rows[::-1]), names)
+        report = update.run(parts, Rows, loss, names=names, kept=kept.of)
+        got = gradients(model)
+        model.zero_grad()
+        unpatch(model)
+        sum(expected_actor_critic(model, part) for part in parts).backward()
+    assert report.scoring_kept and report.scoring_skipped and report.scoring_needed_by is None
+    assert report.recompute_difference < 1e-12
+    assert len(report.window.batches) > 3 and calls == [len(part) for part in parts]
+    assert_gradients_close(got, gradients(model), GRADIENT_TOLERANCE)
+
+
+def test_values_that_are_not_known():
+    """All or none: a trajectory that was not scored, or a name that was not, is scored with all others."""
+    model, parts = model_with_critic(), slices()
+    update = TreeUpdate(model, WindowPlanner())
+    _, kept = update.scored(Rows(parts[0]), ("log_prob", "entropy"))
+    assert kept.of(Rows(parts[0][::-1])).keys() == {"log_prob", "entropy"}
+    assert kept.of(Rows([*parts[0], parts[0][0][:-1]])) is None  # of a trajectory, not of its beginning
+    assert not update.run(parts, Rows, supervised, kept=kept.of).scoring_kept
+    names = ("log_prob", "value")
+    assert not update.run(parts[:1], Rows, actor_critic, names=names, kept=kept.of).scoring_kept
+    assert update.run(parts[:1], Rows, supervised, names=("log_prob",), kept=kept.of).scoring_kept
+
+
 def test_a_loss_that_reaches_the_model():
     """Its gradient by parameters would be lost."""
     model, parts = model_with_critic(), slices()

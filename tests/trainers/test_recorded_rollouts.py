@@ -17,6 +17,7 @@ import harts_hf.trainers.advantages
 from harts_hf import TreeGMPOConfig, TreeGMPOTrainer, TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.rollouts import RecordedRollouts
 from harts_hf.rollouts.credit import tree_advantages
+from harts_hf.runtime import TreeUpdate
 from harts_hf.trainers.hooks import TreeHooks
 
 # Four groups, two in a step.
@@ -42,6 +43,26 @@ def test_rescored_is_stock_trl(options, tmp_path):
         TreeGRPOTrainer, TreeGRPOConfig, tmp_path / "tree", tree_sharing="always", rollout_func=recording, **options
     )
     assert_same_training(stock, tree)
+
+
+def test_a_reference_is_scored_once(tmp_path, monkeypatch):
+    """In the second epoch its log-probs are known, in batches of other rows: parameters and metrics of stock TRL."""
+    scored = []
+    stock_scored = TreeUpdate.scored
+
+    def counted(self, *args):
+        scored.append(self.model)
+        return stock_scored(self, *args)
+
+    monkeypatch.setattr(TreeUpdate, "scored", counted)
+    recording = RecordedRollouts(written(tmp_path, rows_of_prompts()), logprobs="rescored")
+    options = {**EPOCHS, "beta": 0.1}
+    stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock", **options)
+    tree = run_trainer(
+        TreeGRPOTrainer, TreeGRPOConfig, tmp_path / "tree", tree_sharing="always", rollout_func=recording, **options
+    )
+    assert_same_training(stock, tree)
+    assert len(tree[1]) - 1 == 4 and sum(model is tree[2].ref_model for model in scored) == 2
 
 
 OFF_POLICY = {

@@ -1,5 +1,7 @@
 """What the tree trainers add to TRL: budgets, sharing, credit, metrics, and errors before a step is lost."""
 
+import inspect
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from harts_hf.errors import HartsWarning
 from harts_hf.planner import CostModel
 from harts_hf.runtime import passes
 from harts_hf.trainers.ranks import check_backend
+from harts_hf.trainers.weighing import UNITS
 
 METRICS = {
     "sharing_ratio",
@@ -28,6 +31,8 @@ METRICS = {
     "unique_tokens",
     "replay_tokens",
     "limits_raised",
+    "max_tokens_per_microbatch",
+    "out_of_memory",
     "linear_calls",
     "microbatches",
     "oversized_microbatches",
@@ -35,6 +40,7 @@ METRICS = {
     "planning_seconds",
     "scoring_seconds",
     "scoring_skipped",
+    "scoring_kept",
     "backward_seconds",
 }
 
@@ -75,9 +81,10 @@ def test_scoring_is_skipped_only_where_exact(options, field, tmp_path):
     stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock", **options)
     cut = tree_run(tmp_path / "cut", tree_sharing="always", tree_max_tokens_per_microbatch=64, **options)
     assert_same_training(stock, cut)
-    for log in cut[1][:-1]:
-        assert log["tree/scoring_skipped"] == 0
-        assert log[f"tree/scoring_needed_by/{field}"] == 1
+    for number, log in enumerate(cut[1][:-1]):
+        is_known = field == "old_per_token_logps" and number % 2 == 0  # scored at generation, on the same weights
+        assert log["tree/scoring_skipped"] == log["tree/scoring_kept"] == is_known
+        assert log.get(f"tree/scoring_needed_by/{field}", 0) == (not is_known)
 
 
 @pytest.mark.exhaustive
@@ -276,12 +283,40 @@ def test_bad_options(options, message, tmp_path):
         ({"optim": "adalomo"}, "optim=OptimizerNames.ADALOMO"),
         ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["mlp"]}, "GALORE_ADAMW_LAYERWISE"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+        ({"ddp_static_graph": True}, "ddp_static_graph=True"),
+        ({"loss_type": "dapoo"}, "expected loss_type to be one of grpo, .*, got 'dapoo'"),
     ],
 )
 def test_refused_arguments(options, message, tmp_path):
-    """Settings that the tree step would get wrong are refused before training."""
+    """Settings that the tree step or TRL's loss would get wrong are refused before anything is sampled."""
+
+    def rollouts(prompts, trainer):
+        raise AssertionError("expected no rollouts")
+
     with pytest.raises(UnsupportedModelError, match=message):
-        tree_run(tmp_path, **options)
+        tree_run(tmp_path, rollout_func=rollouts, **options)
+
+
+def test_loss_types_are_those_of_trl():
+    """Each that TRL's loss compares with, and no other."""
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    compared = re.findall(r'loss_type (?:==|in) (\[[^]]*\]|"\w+")', source)
+    assert set(UNITS) == set(re.findall(r'"(\w+)"', " ".join(compared)))
+
+
+def test_loss_types_of_ones_own(tmp_path):
+    """A loss that replaces TRL's may have other types."""
+
+    class Mine(TreeGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            assert self.args.loss_type == "mine"
+            self.args.loss_type = self.loss_type = "grpo"
+            try:
+                return super()._compute_loss(model, inputs)
+            finally:
+                self.args.loss_type = self.loss_type = "mine"
+
+    run_trainer(Mine, TreeGRPOConfig, tmp_path, loss_type="mine", max_steps=1)
 
 
 def test_deepspeed_in_one_process_is_refused():

@@ -3,22 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from harts_hf.cli.launching import Launch
+from harts_hf.modeling.memory import RowBytes, graph_bytes, peak_of_rows, row_bytes
 from harts_hf.planner import Schedule
-
-# Bytes of an optimizer's states per byte of a parameter (AdamW keeps two tensors like it), or per parameter.
-_PER_BYTE = {"adamw_torch": 2.0, "adamw_torch_fused": 2.0, "adamw_apex_fused": 2.0, "adagrad": 1.0, "rmsprop": 1.0,
-             "lion_32bit": 1.0, "sgd": 0.0}  # fmt: skip
-_PER_PARAMETER = {"adamw_8bit": 2.0, "adamw_bnb_8bit": 2.0, "paged_adamw_8bit": 2.0, "lion_8bit": 1.0,
-                  "rmsprop_bnb_8bit": 1.0, "ademamix_8bit": 3.0}  # fmt: skip
-# Bytes of a row's graph per byte that goes in and out of products: norms, gates and states of the rule are the rest.
-# The one factor for the 0.66 and 0.85 MB a row of four layers that were measured on an H200 (docs/windows.md), where
-# products alone make 0.43 and 0.50 MB: 5 % too much and 5 % too little.
-_ROW_FACTOR = 1.63
-# The head's logits of a chunk in float32, their exponentials and their gradient; the chunk has at most so many.
-_HEAD_TENSORS, _HEAD_ELEMENTS = 3, 2**26
+from harts_hf.trainers.memory import cast_bytes, gathered_bytes, optimizer_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +29,65 @@ class Part:
     note: str = ""
 
 
-def memory_parts(model: Any, training: Any, launch: Launch, schedule: Schedule, *, with_reference: bool) -> list[Part]:
-    """The parts, on the process with the most work.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Memory:
+    """What a training takes on each process.
+
+    Attributes:
+        states: parts that are there whatever is run, or gathered for it.
+        rows: what forwards and backwards take, by what is counted of them.
+        gradients: bytes of all gradients, which are among the states.
+        offload: whether handed states lie on the CPU.
+    """
+
+    states: list[Part]
+    rows: RowBytes
+    gradients: float
+    offload: bool
+
+    @property
+    def states_bytes(self) -> float:
+        """Of all states that are known."""
+        return sum(part.bytes for part in self.states if part.bytes is not None)
+
+    def parts(self, schedule: Schedule) -> list[Part]:
+        """All parts, those of rows on the process with the most work.
+
+        Args:
+            schedule: of one optimizer step, on one process or on all.
+        """
+        return [*self.states, *_of_rows(self, schedule)]
+
+    def peak(self, schedule: Schedule) -> float:
+        """The most bytes at once: parts are not all at their largest together."""
+        ranks = range(schedule.config.world_size)
+        rows = [
+            peak_of_rows(schedule, self.rows, gradients=self.gradients, rank=r, offload=self.offload) for r in ranks
+        ]
+        return self.states_bytes - self.gradients + max(rows)
+
+
+def memory_of(model: Any, training: Any, launch: Launch, *, with_reference: bool) -> Memory:
+    """What a training takes.
 
     Args:
         model: the policy, adapters included; may be on the meta device.
         training: the trainer's arguments.
         launch: processes and backend.
-        schedule: of one optimizer step, on one process or on all.
         with_reference: whether a reference model is kept beside it.
+
+    Raises:
+        UnsupportedModelError: a model of no supported family.
     """
-    return [
-        *_states(model, training, launch, with_reference),
-        *_working(model, training, launch),
-        *_of_rows(model, training, schedule),
-    ]
+    states = [*_states(model, training, launch, with_reference), *_working(model, training, launch)]
+    rows = row_bytes(
+        model,
+        dtype=_dtype(model, training),
+        checkpointing=training.gradient_checkpointing,
+        fused=training.tree_fused_modules == "auto",
+    )
+    gradients = next(part.bytes or 0.0 for part in states if part.name == "gradients")
+    return Memory(states=states, rows=rows, gradients=gradients, offload=training.tree_offload_handoff)
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:
@@ -79,7 +114,7 @@ def _states(model: Any, training: Any, launch: Launch, with_reference: bool) -> 
         Part(name="gradients", bytes=gradients / split["gradients"], exact=True, note=_over(note, split["gradients"]))
     )
     name = getattr(training.optim, "value", training.optim)
-    states = _optimizer_bytes(name, trained, 4 * trained if half else own_trained)
+    states = optimizer_bytes(name, trained, 4 * trained if half else own_trained)
     master = 4 * trained if half else 0
     where = " (on the CPU)" if launch.offloads_optimizer else ""
     note = f"{name}{' and float32 master weights' if master else ''}{where}"
@@ -91,87 +126,46 @@ def _states(model: Any, training: Any, launch: Launch, with_reference: bool) -> 
     return parts
 
 
-def _optimizer_bytes(name: str, trained: int, trained_bytes: float) -> float | None:
-    if name in _PER_BYTE:
-        return _PER_BYTE[name] * trained_bytes
-    return _PER_PARAMETER[name] * trained if name in _PER_PARAMETER else None
-
-
 def _working(model: Any, training: Any, launch: Launch) -> list[Part]:
-    """What a backend keeps beside its shards while the model runs."""
-    width = 2 if training.bf16 or training.fp16 else 4
+    """What is kept beside weights and gradients while the model runs."""
+    dtype, found = _dtype(model, training), []
+    if launch.shards("weights") == 1:
+        copies = 0.0 if launch.is_deepspeed else cast_bytes(model, dtype)
+        name = str(dtype).removeprefix("torch.")
+        found += [Part(name="cast weights", bytes=copies, note=f"autocast's copies in {name}")] if copies else []
     if launch.backend == "DDP":
         size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        return [Part(name="buckets", bytes=size, note="DDP's copies of gradients")]
-    if launch.shards("weights") == 1:
-        return []
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in _layers(model)]
-    total = parameter_counts(model)[0]
-    # The running layer and the next one, which is gathered meanwhile; and what belongs to no layer: embedding, head.
-    gathered = width * (2 * max(layers) + total - sum(layers))
-    return [
-        Part(name="gathered weights", bytes=gathered, note=f"{launch.backend}: two layers, embedding and head whole"),
-        Part(name="gathered gradients", bytes=4.0 * max(layers), note="of one layer before they are reduced"),
-    ]
+        found.append(Part(name="buckets", bytes=size, note="DDP's copies of gradients"))
+    if launch.shards("weights") > 1:
+        gathered = gathered_bytes(model, dtype.itemsize)
+        note = f"{launch.backend}: two layers, embedding and head whole"
+        found.append(Part(name="gathered weights", bytes=gathered.weights, note=note))
+        note = "of one layer before they are reduced"
+        found.append(Part(name="gathered gradients", bytes=gathered.gradients, note=note))
+    return found
 
 
-def _of_rows(model: Any, training: Any, schedule: Schedule) -> list[Part]:
-    width = 2 if training.bf16 or training.fp16 else 4
-    config = model.config.get_text_config()
+def _of_rows(memory: Memory, schedule: Schedule) -> list[Part]:
     counts = [schedule.memory_counts(rank) for rank in range(schedule.config.world_size)]
-    layers = [width * _row_elements(layer, config) for layer in _layers(model)]
-    inputs = width * config.hidden_size * len(layers)
-    if training.gradient_checkpointing:
-        kept, running = inputs, max(layers)
-        note = "inputs of layers, and one layer computed again (gradient checkpointing)"
-    else:
-        kept, running = sum(layers), 0
-        note = "everything that the backward reads"
-    graphs = max(one.peak_bytes({"graph_rows": kept, "backward_rows": running}) for one in counts)
+    rows = memory.rows
+    found = [graph_bytes(schedule, rows, rank=rank) for rank in range(len(counts))]
+    graphs = max(float((one.kept + one.running).max(initial=0)) for one in found)
     most = max(int(one.graph_rows.max(initial=0)) for one in counts)
     handed = max(float(one.handed_bytes.max(initial=0)) for one in counts)
-    vocabulary = config.vocab_size
-    rows = min(max(1, _HEAD_ELEMENTS // vocabulary), max(most, 1))
-    largest = max(p.numel() * p.element_size() for p in model.parameters() if p.dim() > 1)
     return [
-        Part(
-            name="graphs",
-            bytes=graphs,
-            note=f"{most:,} rows at most: {note}",
-        ),
+        Part(name="graphs", bytes=graphs, note=f"{most:,} rows at most, {rows.row / 1e6:,.3g} MB a row that runs"),
         Part(
             name="handed states",
-            bytes=0.0 if training.tree_offload_handoff else handed,
-            note="between microbatches" + (" (on the CPU)" if training.tree_offload_handoff else ""),
+            bytes=0.0 if memory.offload else handed,
+            note="between microbatches" + (" (on the CPU)" if memory.offload else ""),
         ),
-        Part(
-            name="head",
-            bytes=float(_HEAD_TENSORS * 4 * rows * vocabulary + largest),
-            note=f"logits of {rows:,} rows in float32, gradients of the largest weight",
-        ),
+        Part(name="head", bytes=rows.head_of(most), note="logits of a chunk, gradients of the head's weight"),
     ]
 
 
-def _layers(model: Any) -> list[nn.Module]:
-    """The decoder layers: the longest list of modules that is in no other one."""
-    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len)
-
-
-def _row_elements(layer: nn.Module, config: Any) -> float:
-    """Elements that a layer's graph holds per row, by what goes in and out of its products and convolutions."""
-    elements, experts = 0.0, 0
-    for module in layer.modules():
-        if isinstance(module, nn.Linear):
-            elements += module.in_features + module.out_features
-        elif isinstance(module, nn.Conv1d):
-            elements += module.in_channels + module.out_channels
-        elif type(module).__name__.endswith("Experts"):
-            experts += 1
-    if experts:  # three products in each of the experts that a token goes to
-        inner = config.moe_intermediate_size
-        elements += experts * config.num_experts_per_tok * (2 * config.hidden_size + 3 * inner)
-    return _ROW_FACTOR * elements
+def _dtype(model: Any, training: Any) -> torch.dtype:
+    dtype: torch.dtype = next(model.parameters()).dtype
+    return torch.bfloat16 if training.bf16 or training.fp16 else dtype
 
 
 def _over(note: str, shards: int) -> str:

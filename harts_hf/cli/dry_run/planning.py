@@ -37,20 +37,25 @@ def plan_step(
         placement: ``tree_placement``: "local", each process its own rollouts; "global", one forest of all; "auto".
         skips: whether the scoring pass may be left out; each is tried.
     """
-    configs = [planner.with_execution_chosen(can_skip_scoring=skip).config for skip in skips]
     plans = []
     if placement != "global" or num_processes == 1:
-        plans += _plans(rollouts.trees, configs, 1, "on the process with the most work")
+        plans += _plans(planner, skips, rollouts.trees, 1, "on the process with the most work")
     if placement != "local" and num_processes > 1:
         trees = rollouts.of_processes(num_processes)
         if sum(tree.num_tokens for tree in trees) <= MOST_TOKENS:
-            plans += _plans(trees, configs, num_processes, f"on {num_processes} processes, as one forest")
+            said = f"on {num_processes} processes, as one forest"
+            plans += _plans(planner, skips, trees, num_processes, said)
         elif not plans:
-            plans += _plans(rollouts.trees, configs, 1, "on one process (all of them are too many to plan here)")
+            said = "on one process (all of them are too many to plan here)"
+            plans += _plans(planner, skips, rollouts.trees, 1, said)
     return min(plans, key=lambda plan: plan.schedule.estimated_seconds)
 
 
-def _plans(trees: Sequence[RolloutTree], configs: Sequence[Any], world_size: int, said: str) -> list[StepPlan]:
+def _plans(
+    planner: Any, skips: Sequence[bool], trees: Sequence[RolloutTree], world_size: int, said: str
+) -> list[StepPlan]:
+    rows = -(-sum(tree.num_tokens for tree in trees) // world_size)
+    chosen = [planner.with_execution_chosen(can_skip_scoring=skip, num_rows=rows).config for skip in skips]
     return [
-        StepPlan(schedule=plan_window(trees, replace(config, world_size=world_size)), said=said) for config in configs
+        StepPlan(schedule=plan_window(trees, replace(config, world_size=world_size)), said=said) for config in chosen
     ]

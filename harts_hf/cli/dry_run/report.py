@@ -4,12 +4,15 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from harts_hf.cli.dry_run.memory import Part
+from harts_hf.cli.dry_run.memory import Memory
 from harts_hf.cli.dry_run.planning import StepPlan
 from harts_hf.cli.dry_run.rollouts import PlannedRollouts, rows_per_step
 from harts_hf.cli.launching import Launch
 from harts_hf.cli.output import printable
 from harts_hf.cli.train_arguments import TrainArguments
+from harts_hf.planner import Schedule
+from harts_hf.planner.text import counted
+from harts_hf.runtime.budgets import MARGIN, Budget
 
 WIDTH, INDENT = 120, 13
 
@@ -25,10 +28,12 @@ class Findings:
         launch: processes and backend.
         model: the policy, adapters included, on the meta device.
         counts: its parameters: all, and those that are trained.
-        data: prompts to train on.
+        num_prompts: to train on, before any is repeated; None where nobody knows.
         planned: the rollouts of a step.
         plan: how they are run.
-        memory: its parts.
+        memory: what the training takes; None if that is not known.
+        budget: what "auto" stands for; None where no limit is "auto".
+        capacity: bytes of a device that were given; None if none were.
         refused: messages.
         not_checked: what only the training itself can find out.
     """
@@ -39,10 +44,12 @@ class Findings:
     launch: Launch
     model: Any
     counts: tuple[int, int] | None
-    data: Any
+    num_prompts: int | None
     planned: PlannedRollouts | None
     plan: StepPlan | None
-    memory: list[Part]
+    memory: Memory | None
+    budget: Budget | None
+    capacity: float | None
     refused: list[str]
     not_checked: list[str]
 
@@ -59,7 +66,11 @@ def format_findings(found: Findings) -> str:
         lines += _line("rollouts", found.planned.said)
         lines += _line("plan", _plan(found.plan))
         lines += _line("time", _time(found))
-        lines += ["memory       per process; = sizes of tensors, ~ estimates", *_memory(found.memory)]
+        if found.budget is not None:
+            lines += _line("limits", _limits(found.budget, found.training.limits(found.budget)))
+        if found.memory is not None:
+            lines += ["memory       per process; = sizes of tensors, ~ estimates"]
+            lines += _memory(found.memory, found.plan.schedule, found.capacity)
     for text in found.not_checked:
         lines += _line("not checked", text)
     for text in found.refused:
@@ -100,17 +111,15 @@ def _step(found: Findings) -> str:
         f"{own * launch.num_processes:,} rollouts ({own} on each process), of {prompts:g} prompts with "
         f"{training.num_generations} each, at most {training.max_completion_length:,} sampled tokens or so a rollout"
     )
-    try:
-        return f"{text}; {len(found.data):,} prompts to train on" if found.data is not None else text
-    except TypeError:  # a stream
-        return text
+    return text if found.num_prompts is None else f"{text}; {counted(found.num_prompts, 'prompt')} to train on"
 
 
 def _plan(plan: StepPlan) -> str:
     schedule, tree = plan.schedule, plan.schedule.tree
+    microbatches = counted(len(schedule.microbatches), "microbatch", "microbatches")
     return (
         f"{tree.num_expanded_tokens:,} tokens {plan.said}, {tree.num_tokens:,} of them unique (shared "
-        f"{tree.sharing_ratio:.2f}x), in {len(schedule.microbatches)} microbatches, {schedule.execution} execution"
+        f"{tree.sharing_ratio:.2f}x), in {microbatches}, {schedule.execution} execution"
     )
 
 
@@ -123,13 +132,23 @@ def _time(found: Findings) -> str:
     return f"{text}; forwards and backwards alone, without sampling, communication and the optimizer"
 
 
-def _memory(parts: list[Part]) -> list[str]:
+def _limits(budget: Budget, limits: dict[str, Any]) -> str:
+    said = [f"{limits['max_tokens_per_microbatch']:,} rows a microbatch"]
+    graph, handed = limits["max_graph_tokens"], limits["max_handoff_bytes"]
+    said += [] if graph is None else [f"graphs of {graph:,} rows"]
+    said += [] if handed is None else [f"{handed / 1e9:,.2f} GB of handed states"]
+    return f"auto: {', '.join(said)} ({budget.reason})"
+
+
+def _memory(memory: Memory, schedule: Schedule, capacity: float | None) -> list[str]:
     lines = []
-    for part in parts:
+    for part in memory.parts(schedule):
         size = "unknown" if part.bytes is None else f"{part.bytes / 1e9:,.3f} GB"
         lines += _line("", f"{'=' if part.exact else '~'} {part.name:<20}{size:>12}  {part.note}")
-    known = sum(part.bytes for part in parts if part.bytes is not None)
-    lines += _line(
-        "", f"~ {'together':<20}{known / 1e9:>9,.3f} GB  without sampling (kept states), temporary tensors, CUDA"
-    )
+    peak = memory.peak(schedule)
+    note = "at once at most, without sampling (kept states), temporary tensors, CUDA"
+    lines += _line("", f"~ {'together':<20}{peak / 1e9:>9,.3f} GB  {note}")
+    if capacity is not None:
+        fits = "fits into" if peak <= capacity * (1 - MARGIN) else "MAY NOT FIT into"
+        lines += _line("", f"~ {fits} {capacity / 1e9:,.1f} GB, {MARGIN:.0%} of which are left alone")
     return lines

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harts_hf.cli.train_arguments import TrainArguments
+from harts_hf.planner.text import counted
 from harts_hf.rollouts.files import read_rollouts
 from harts_hf.tree import RolloutTree
 
@@ -50,7 +51,7 @@ def file_rollouts(path: str, training: Any, tokenizer: Any, options: dict[str, A
     return PlannedRollouts(
         trees=trees[:count],
         others=trees[count:] or trees,
-        said=f"{path}: the {count} groups of {len(trees)} with the most tokens on one process",
+        said=f"{path}: {count} of {counted(len(trees), 'group')}, those with the most tokens, on one process",
     )
 
 

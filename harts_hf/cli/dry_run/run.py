@@ -6,16 +6,16 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from trl import get_peft_config
 
-from harts_hf.cli.data import eval_dataset, train_dataset
+from harts_hf.cli.data import TrainPrompts, eval_dataset, train_prompts
 from harts_hf.cli.dry_run.building import as_if_launched, without_weights
-from harts_hf.cli.dry_run.memory import memory_parts, parameter_counts
+from harts_hf.cli.dry_run.memory import Memory, memory_of, parameter_counts
 from harts_hf.cli.dry_run.planning import StepPlan, plan_step
 from harts_hf.cli.dry_run.report import Findings, format_findings
 from harts_hf.cli.dry_run.rollouts import PlannedRollouts, file_rollouts, made_up_rollouts
@@ -28,6 +28,7 @@ from harts_hf.cli.train_checks import check_folders, check_numbers
 from harts_hf.cli.trainer_kinds import TRAINERS
 from harts_hf.modeling.checks import check_experts
 from harts_hf.modeling.patching import causal_lm_of
+from harts_hf.runtime.budgets import MARGIN, Budget, fitting_budget, parse_bytes
 from harts_hf.trainers.refusals import check_settings
 from harts_hf.trainers.router_loss import has_router_loss
 from harts_hf.trainers.sampling import why_not_sampled
@@ -61,6 +62,10 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text} ({frame.filename}, line {frame.lineno})"
 
 
+def _memory_of_gpu() -> float | None:
+    return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
+
+
 @dataclass
 class _Parts:
     """What has been found so far."""
@@ -68,11 +73,13 @@ class _Parts:
     tokenizer: Any = None
     source: RolloutSource | None = None
     rewards: Any = None
-    train: Any = None
+    train: TrainPrompts = field(default_factory=TrainPrompts)
     evaluation: Any = None
     trainer: Any = None
     planned: PlannedRollouts | None = None
     plan: StepPlan | None = None
+    memory: Memory | None = None
+    budget: Budget | None = None
     refused: list[str] = field(default_factory=list)
 
 
@@ -88,9 +95,12 @@ class _Run:
         self.arguments: TrainArguments
         self.training: Any
         self.model: PolicyArguments
+        unknown: list[str] = []
         with as_if_launched(self.launch.num_processes):
-            self.arguments, self.training, self.model = parse(argv)
-        self.parts = _Parts(refused=list(self.launch.refused))
+            self.arguments, self.training, self.model = parse(argv, unknown=unknown)
+        given = self.arguments.dry_run_memory
+        self.capacity = _memory_of_gpu() if given is None else parse_bytes("dry_run_memory", given)
+        self.parts = _Parts(refused=[*self.launch.refused, *unknown])
 
     def findings(self) -> Findings:
         parts = self.parts
@@ -101,18 +111,12 @@ class _Run:
             self._data,
             self._trainer,
             self._processes,
+            self._memory,
             self._plan,
         ):
             with self._collecting():
                 look()
         model = getattr(parts.trainer, "model", None)
-        memory = []
-        if model is not None and parts.plan is not None:
-            with_reference = getattr(parts.trainer, "ref_model", None) is not None
-            memory = memory_parts(
-                causal_lm_of(model) if not hasattr(model, "peft_config") else model,
-                self.training, self.launch, parts.plan.schedule, with_reference=with_reference,
-            )  # fmt: skip
         return Findings(
             recipe=self.recipe or "the command line",
             arguments=self.arguments,
@@ -120,10 +124,12 @@ class _Run:
             launch=self.launch,
             model=model,
             counts=None if model is None else parameter_counts(model),
-            data=parts.train,
+            num_prompts=parts.train.number,
             planned=parts.planned,
             plan=parts.plan,
-            memory=memory,
+            memory=parts.memory,
+            budget=parts.budget,
+            capacity=self.capacity,
             refused=parts.refused,
             not_checked=list(self._not_checked()),
         )
@@ -166,14 +172,14 @@ class _Run:
 
     def _data(self) -> None:
         if self.parts.source is not None:
-            self.parts.train = train_dataset(self.arguments, self.training, self.parts.source)
+            self.parts.train = train_prompts(self.arguments, self.training, self.parts.source)
             self.parts.evaluation = eval_dataset(self.arguments, self.training, self.parts.source)
 
     def _trainer(self) -> None:
         parts = self.parts
         if parts.source is None or parts.tokenizer is None or parts.rewards is None:
             return  # what is missing was refused already
-        if parts.train is None and not parts.source.plays_itself:
+        if parts.train.dataset is None and not parts.source.plays_itself:
             return
         kind = TRAINERS[self.arguments.trainer]
         with without_weights(), torch.device("meta"):
@@ -187,7 +193,7 @@ class _Run:
                     policy,
                     parts.rewards,
                     args=training,
-                    train_dataset=parts.train,
+                    train_dataset=parts.train.dataset,
                     eval_dataset=parts.evaluation,
                     processing_class=parts.tokenizer,
                     peft_config=get_peft_config(self.model),
@@ -219,9 +225,31 @@ class _Run:
                 ),
             )
 
+    def _memory(self) -> None:
+        """What the training takes, and the limits that fit beside it."""
+        parts, training = self.parts, self.training
+        if parts.trainer is None:
+            return
+        model = parts.trainer.model
+        memory = parts.memory = memory_of(
+            model if hasattr(model, "peft_config") else causal_lm_of(model),
+            training,
+            self.launch,
+            with_reference=getattr(parts.trainer, "ref_model", None) is not None,
+        )
+        if not training.asks_for_memory:
+            return
+        if training.use_cpu or self.capacity is None:
+            ask = "the default: say how much memory a GPU has by --dry_run_memory 141GB"
+            parts.budget = Budget(reason="the default on a CPU" if training.use_cpu else ask)
+            return
+        room = self.capacity * (1 - MARGIN) - memory.states_bytes
+        reason = f"of {self.capacity / 1e9:,.1f} GB, {MARGIN:.0%} of them left alone"
+        parts.budget = fitting_budget(memory.rows, room, offload=memory.offload, reason=reason)
+
     def _plan(self) -> None:
         parts = self.parts
-        if parts.trainer is None:
+        if parts.trainer is None or (parts.budget is None and self.training.asks_for_memory):
             return
         recorded = self.arguments.dry_run_rollouts or self.arguments.recorded_rollouts
         if recorded:
@@ -234,8 +262,11 @@ class _Run:
         placement = getattr(self.training, "tree_placement", "local")
         together = self.launch.num_processes == 1 or hasattr(self.training, "tree_placement")
         skips = together and self._may_skip_scoring() and not has_router_loss(parts.trainer)
+        planner = parts.trainer._tree.planner
+        if parts.budget is not None:
+            planner = replace(planner, config=replace(planner.config, **self.training.limits(parts.budget)))
         parts.plan = plan_step(
-            parts.trainer._tree.planner,
+            planner,
             parts.planned,
             num_processes=self.launch.num_processes,
             placement=placement,
@@ -250,10 +281,11 @@ class _Run:
 
     def _prompt_tokens(self) -> int | None:
         """Tokens of the longest of a few prompts, if they are texts or messages."""
-        if self.parts.train is None or self.parts.tokenizer is None or self.parts.source is None:
+        dataset = self.parts.train.dataset
+        if dataset is None or self.parts.tokenizer is None or self.parts.source is None:
             return None
         longest = 0
-        for row in self.parts.train.take(64) if hasattr(self.parts.train, "take") else ():
+        for row in dataset.take(64) if hasattr(dataset, "take") else ():
             prompt = row["prompt"]
             if isinstance(prompt, list) and self.parts.tokenizer.chat_template:
                 ids = self.parts.tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=False)

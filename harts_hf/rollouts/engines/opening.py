@@ -12,6 +12,11 @@ from harts_hf.rollouts.engines.engine import Engine, SamplingSettings
 from harts_hf.rollouts.engines.transformers import TransformersEngine
 
 
+def wants_routes(args: Any) -> bool:
+    """Whether a trainer's arguments (a plain ``GRPOConfig`` too) ask for the engine's routes."""
+    return getattr(args, "tree_replay_routing", "off") == "engine"
+
+
 @contextmanager
 def open_engine(trainer: Any, *, seed: int) -> Iterator[Engine]:
     """Opens an engine on the trainer's policy, for one collection of rollouts.
@@ -26,13 +31,16 @@ def open_engine(trainer: Any, *, seed: int) -> Iterator[Engine]:
 
     Raises:
         ValueError: a repetition penalty; without vLLM, a model whose parameters are sharded while it samples.
-        EngineError: a server that does not answer as it should, or a model whose states cannot be kept.
+        EngineError: a server that does not answer as it should (or returns no routes, where the arguments ask for
+            them), or a model whose states cannot be kept.
     """
     if trainer.use_vllm:
         from harts_hf.rollouts.engines.vllm_server import ServerOptions, VLLMServerEngine
 
         server_options = getattr(trainer.args, "server_options", ServerOptions)  # a plain GRPOConfig has none
-        with VLLMServerEngine.from_trainer(trainer, options=server_options()) as engine:
+        with VLLMServerEngine.from_trainer(
+            trainer, options=server_options(), returns_routes=wants_routes(trainer.args)
+        ) as engine:
             yield engine
         return
     _check_parameters_are_whole(trainer)
@@ -42,6 +50,7 @@ def open_engine(trainer: Any, *, seed: int) -> Iterator[Engine]:
         TransformersEngine(
             model,
             settings=settings,
+            returns_routes=wants_routes(trainer.args),
             tokenizer=getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
         ) as engine,
     ):

@@ -66,16 +66,26 @@ class ChatWriter(Writer):
         self._templates: dict[bool, str | None] = {}
         self._checked: set[tuple[bool, str]] = set()
 
-    def prompt(self, said: Any, environment: Environment, *, limit: int | None = None) -> list[int]:
-        name = type(environment).__name__
-        messages = as_messages(said, f"{name}.reset to return")
-        tools = list(environment.tools) or None  # for an empty list some templates write a heading
-        template = self._template_for(tools is not None)
-        if environment.tools and self._parser is None:
+    def check_tools(self) -> None:
+        """Checks that tools can be offered: the template writes them, and what the policy calls can be parsed.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        self._template_for(True)
+        if self._parser is None:
             raise ValueError(
                 "expected a chat template whose tool calls TRL can parse (those of Qwen3 and later, for example), got "
                 "another one: set tokenizer.response_template"
             )
+
+    def prompt(self, said: Any, environment: Environment, *, limit: int | None = None) -> list[int]:
+        name = type(environment).__name__
+        messages = as_messages(said, f"{name}.reset to return")
+        tools = list(environment.tools) or None  # for an empty list some templates write a heading
+        if tools is not None:
+            self.check_tools()
+        template = self._template_for(tools is not None)
 
         def render(others: list[Message]) -> str:
             return self._rendered(others, template, tools=tools, add_generation_prompt=True)

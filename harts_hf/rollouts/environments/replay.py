@@ -40,6 +40,11 @@ class ReplayedEnvironment(Environment):
         self._said: Any = None
         self._played: list[tuple[Any, StepResult]] = []
 
+    @property
+    def offers_tools(self) -> bool:
+        """The other environment's."""
+        return self._awake().offers_tools
+
     def begin(self, row: Mapping[str, Any], *, seed: int) -> str | list[Message]:
         """Begins the other environment's episode."""
         self._row, self._seed, self._played = copied(dict(row)), seed, []  # an environment may write into its row

@@ -79,6 +79,12 @@ class ToolEnvironment(ChatEnvironment):
         return [*self._own_tools, *_methods(self._inner)]
 
     @property
+    def offers_tools(self) -> bool:
+        """Whether there are standalone tools, or a TRL environment with methods."""
+        factories = self._factory.values() if isinstance(self._factory, Mapping) else [self._factory]
+        return bool(self.tools) or any(_has_methods(factory) for factory in factories if factory is not None)
+
+    @property
     def has_reward(self) -> bool:  # type: ignore[override]
         """Whether the TRL environment has ``get_reward``."""
         return callable(getattr(type(self._inner), "get_reward", None))
@@ -175,10 +181,24 @@ def _loaded(given: Any) -> Any:
     return loaded(given)
 
 
+def _has_methods(factory: TrlFactory) -> bool:
+    if isinstance(factory, type):
+        return bool(_method_names(factory))
+    inner = factory()
+    close = getattr(inner, "_close", None)
+    if callable(close):
+        close()
+    return bool(_method_names(type(inner)))
+
+
 def _methods(inner: Any) -> list[Any]:
     """The public methods, by name; from the class, because looking at the instance would evaluate properties."""
-    found = inspect.getmembers(type(inner), predicate=inspect.isfunction) if inner is not None else []
-    return [getattr(inner, name) for name, _ in found if name not in _NO_TOOLS and not name.startswith("_")]
+    return [] if inner is None else [getattr(inner, name) for name in _method_names(type(inner))]
+
+
+def _method_names(kind: type) -> list[str]:
+    found = inspect.getmembers(kind, predicate=inspect.isfunction)
+    return [name for name, _ in found if name not in _NO_TOOLS and not name.startswith("_")]
 
 
 def _name_of(call: Any) -> str:

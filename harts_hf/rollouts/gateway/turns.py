@@ -112,15 +112,23 @@ class EngineTurns(TurnSource):
         chat_format: renders and parses.
         end_ids: tokens that end turns.
         limits: what a turn may be.
+        routes: whether the engine's routes are wanted.
     """
 
     def __init__(
-        self, engine: Engine, chat_format: ChatFormat, *, end_ids: Sequence[int], limits: LengthLimits
+        self,
+        engine: Engine,
+        chat_format: ChatFormat,
+        *,
+        end_ids: Sequence[int],
+        limits: LengthLimits,
+        routes: bool = False,
     ) -> None:
         self._engine = engine
         self._format = chat_format
         self._end_ids = tuple(end_ids)
         self._limits = limits
+        self._routes = routes
 
     def open_recording(self) -> Recording:
         return Recording(self._format, self._end_ids)
@@ -140,6 +148,7 @@ class EngineTurns(TurnSource):
             seed=seed,
             count=request.count,
             stop=request.stop,
+            routes_from=recording.num_routed(history) if self._routes else None,
         )
         # There is room: what the engine refuses now, such as ids outside the vocabulary, is no fault of the agent's.
         return PendingTurns(request=request, history=history, sampled=self._engine.submit(turn))

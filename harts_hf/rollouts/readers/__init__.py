@@ -102,8 +102,11 @@ def recognise(row: Any) -> Form:
     for form in FORMS:
         if form.is_row(row):
             return form
-    known = "; ".join(f"{form.has} ({form.name})" for form in FORMS)
-    raise ValueError(f"expected a row of a known form, by its keys: {known}; got the keys {keys_of(row)}")
+    others = "; ".join(f"{form.has} ({form.name})" for form in FORMS if form.name not in ("rollouts", "messages"))
+    raise ValueError(
+        "expected a row that holds token_ids or messages, and the group that it is of, or what another known form "
+        f"has: {others}; got the keys {keys_of(row)}"
+    )
 
 
 def form_of_name(name: str) -> Form:

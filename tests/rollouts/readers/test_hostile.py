@@ -79,7 +79,7 @@ def test_nulls_in_the_place_of_anything(tmp_path, name):
         ("r.json.gz", b"{}", "expected a whole gzip file"),
         ("r.traj.gz", gzip.compress(b'{"history": []}' * 99, mtime=0)[:-9], "expected a whole gzip file"),
         ("r.parquet.gz", gzip.compress(b"{}", mtime=0), "after row 0: expected a Parquet file"),
-        ("r.txt", b"{}", r"expected a \.jsonl, \.jsonl\.gz or \.parquet file"),
+        ("r.txt", b"{}", r"expected a rollout file"),
         ("r.json", b'{"simulations": []}', r"at least one trajectory, got no conversation \(tau2-bench\)"),
         ("r.json", b'{"simulations": [{}]}', "document: simulation 1: expected messages to be a list, got none"),
         ("r.json", b'{"eval": {}, "samples": [{"messages": 1}]}', "sample 1: expected messages to be a list, got 1"),

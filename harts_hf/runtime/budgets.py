@@ -1,0 +1,115 @@
+"""Limits of plans: those that fit into a device's memory, and smaller ones after memory ran out."""
+
+import re
+from dataclasses import dataclass, replace
+
+from harts_hf.modeling.memory import RowBytes
+from harts_hf.planner import CHUNK_SIZE, PlannerConfig
+
+# Part of the memory that is left for what is not predicted: fragments, temporary tensors, other processes.
+MARGIN = 0.1
+# Parts of what is left for rows: the limit of handed bytes, if one is asked for, by the planner's count, which is two
+# to five times too high (docs/windows.md); and what is kept for handed states and for reading prefixes.
+HANDED, KEPT = 1 / 4, 3 / 16
+# Most rows of a microbatch: more of them have not been tried, and the GPU is as busy with fewer.
+MOST_ROWS = 65_536
+
+
+class DoesNotFitError(ValueError):
+    """A model that leaves no memory for the rows of a microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Limits of plans.
+
+    Attributes:
+        max_tokens: network rows of a microbatch.
+        max_graph_tokens: network rows whose graphs may be alive at once; None for no limit.
+        max_handoff_bytes: bytes of handed states that may be alive at once; None for no limit.
+        reason: how they were found, in a few words.
+    """
+
+    max_tokens: int = 16_384
+    max_graph_tokens: int | None = None
+    max_handoff_bytes: int | None = None
+    reason: str = "the default where a device's memory is not known"
+
+
+def fitting_budget(rows: RowBytes, room: float, *, offload: bool = False, reason: str = "") -> Budget:
+    """The largest limits whose graphs, handed states and head take at most so many bytes.
+
+    One microbatch may take all rows whose graphs fit; where a window is cut and keeps the graphs of trunks,
+    :meth:`harts_hf.runtime.planning.WindowPlanner.with_execution_chosen` divides them. Numbers of rows are a multiple
+    of a quarter of a power of two (20,480, 24,576, 28,672, 32,768, 40,960, ...), so that a little more or less memory
+    does not make another plan.
+
+    Args:
+        rows: of the model.
+        room: bytes beside weights, gradients and optimizer, any margin taken off.
+        offload: whether handed states lie on the CPU between uses.
+        reason: of the budget.
+
+    Raises:
+        DoesNotFitError: not even one chunk of rows fits.
+    """
+    left = room - rows.head - rows.layer
+    count = (left - rows.logits * rows.chunk_rows) * (1 - KEPT) / rows.row
+    if count < rows.chunk_rows:  # the head takes them all at once
+        count = left * (1 - KEPT) / (rows.row + rows.logits)
+    if count < CHUNK_SIZE:
+        needed = rows.head + rows.layer + CHUNK_SIZE * (rows.row + rows.logits) / (1 - KEPT)
+        raise DoesNotFitError(
+            f"expected at least {needed / 1e9:,.2f} GB beside weights, gradients and optimizer "
+            f"({rows.head / 1e9:,.2f} GB of them for the head, {rows.row / 1e6:,.2f} MB a row), got {room / 1e9:,.2f} "
+            "GB: take activation checkpointing, another optimizer, adapters, or more processes that share the model"
+        )
+    number = _rounded(min(int(count), MOST_ROWS))
+    return Budget(
+        max_tokens=number,
+        max_graph_tokens=number,
+        max_handoff_bytes=None if offload else int(left * HANDED),
+        reason=reason,
+    )
+
+
+def _rounded(count: int) -> int:
+    """Down to a quarter of a power of two, and to whole chunks."""
+    step = max(CHUNK_SIZE, 1 << max(0, count.bit_length() - 3))
+    return count // step * step
+
+
+def parse_bytes(name: str, text: str) -> float:
+    """Bytes of a text such as 141GB, 80 GiB or 1.5e11.
+
+    Args:
+        name: of the option, for the error.
+        text: a number, and a unit.
+
+    Raises:
+        ValueError: another text, or no number above 0.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?)(I?)(B?)\s*", str(text), re.IGNORECASE)
+    try:
+        number = float(found[1]) if found else 0.0
+    except ValueError:
+        number = 0.0
+    if found is None or not 0 < number < float("inf"):
+        raise ValueError(f"expected {name} to be a size such as 141GB or 80GiB, got {text!r}")
+    power = " KMGT".index(found[2].upper() or " ")
+    return number * (1024 if found[3] else 1000) ** power
+
+
+def halved(config: PlannerConfig) -> PlannerConfig | None:
+    """Limits of half as many rows, after memory ran out; None where a microbatch holds one chunk already."""
+    smallest = config.chunk_size
+    if config.max_tokens_per_microbatch <= smallest:
+        return None
+    graph = config.max_graph_tokens
+    linear = config.max_linear_rows
+    return replace(
+        config,
+        max_tokens_per_microbatch=max(smallest, config.max_tokens_per_microbatch // 2),
+        max_graph_tokens=None if graph is None else max(smallest, graph // 2),
+        max_linear_rows=None if linear is None else max(smallest, linear // 2),
+    )

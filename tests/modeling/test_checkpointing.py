@@ -1,0 +1,59 @@
+"""Activation checkpointing of some layers, which TRL switches off and on: of those that were asked for, to the end."""
+
+import copy
+
+import torch
+from support.models import tiny_model
+from support.trainer_runs import run_trainer
+from trl import GRPOConfig, GRPOTrainer
+
+from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
+from harts_hf.modeling.checkpointing import allow_some_layers
+
+CUT = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "max_steps": 2, "learning_rate": 0.1}
+
+
+def checkpointed(model):
+    """Which layers are."""
+    return [layer.gradient_checkpointing for layer in model.model.layers]
+
+
+def test_every_second_layer(tmp_path):
+    """The same bits as of all layers; a generation stands before each step."""
+    runs = {}
+    for every in (1, 2):
+        kwargs = {"use_reentrant": False, **({"every_n_layers": every} if every > 1 else {})}
+        runs[every] = run_trainer(
+            TreeGRPOTrainer, TreeGRPOConfig, tmp_path / str(every), gradient_checkpointing_kwargs=kwargs, **CUT
+        )
+    for name, value in runs[1][0].items():
+        assert torch.equal(runs[2][0][name], value), name
+    layers = len(runs[2][2].model.model.layers)
+    assert checkpointed(runs[1][2].model) == [True] * layers
+    assert sorted(checkpointed(runs[2][2].model)) == [False] * (layers // 2) + [True] * (layers - layers // 2)
+
+
+def test_stock_trl_forgets(tmp_path):
+    """Where it no longer does, allow_some_layers can go."""
+    kwargs = {"use_reentrant": False, "every_n_layers": 2}
+    _, _, trainer = run_trainer(GRPOTrainer, GRPOConfig, tmp_path, gradient_checkpointing_kwargs=kwargs, max_steps=1)
+    assert all(checkpointed(trainer.model))
+
+
+def test_switching():
+    """By either of Transformers' names, alone or among PyTorch's arguments; of a copy, the copy's own layers."""
+    model = tiny_model("qwen3_5_text")
+    allow_some_layers(model)
+    allow_some_layers(model)
+    half = [number % 2 == 0 for number in range(len(model.model.layers))]
+    for enable, kwargs, more in (
+        (model.gradient_checkpointing_enable, {"use_reentrant": False, "every_n_layers": 2}, {}),
+        (model.activation_checkpointing_enable, {"use_reentrant": False}, {"every_n_layers": 2}),
+    ):
+        model.gradient_checkpointing_disable()
+        enable(kwargs, **more)
+        assert checkpointed(model) == half and kwargs["use_reentrant"] is False
+        assert model.model.layers[0]._gradient_checkpointing_func.keywords == {"use_reentrant": False}
+    other = copy.deepcopy(model)
+    other.gradient_checkpointing_enable({"use_reentrant": False})
+    assert checkpointed(model) == half and checkpointed(other) == [True] * len(half)

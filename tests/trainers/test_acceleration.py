@@ -1,0 +1,69 @@
+"""Liger, compiled models and FP8 are refused by name, with what there is instead."""
+
+from types import SimpleNamespace
+
+import pytest
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from torch import nn
+
+from harts_hf import TreeGRPOTrainer, TreePPOTrainer, TreeRLOOTrainer, TreeSFTTrainer
+from harts_hf.errors import UnsupportedModelError
+from harts_hf.trainers import hooks, refusals
+from harts_hf.trainers.acceleration import check_acceleration
+
+
+def trainer(*, model=None, mixed_precision="bf16", dynamo="no", **args):
+    """What is looked at of a trainer."""
+    state = SimpleNamespace(dynamo_plugin=TorchDynamoPlugin(backend=DynamoBackend(dynamo.upper())))
+    return SimpleNamespace(
+        args=SimpleNamespace(**{"use_liger_kernel": False, "torch_compile": False, **args}),
+        accelerator=SimpleNamespace(mixed_precision=mixed_precision, state=state),
+        model=model or nn.Sequential(nn.Linear(2, 2)),
+    )
+
+
+def compiled_layer():
+    """A model with a layer that was compiled in place."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].compile()
+    return model
+
+
+def test_plain_settings_pass():
+    """In bf16 and without."""
+    check_acceleration(trainer())
+    check_acceleration(trainer(mixed_precision="no"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_liger_kernel": True}, "use_liger_kernel=False, got True: .* tree_fused_modules='auto'"),
+        ({"torch_compile": True}, "uncompiled model, got torch_compile=True: .* tree_fused_modules='auto'"),
+        ({"dynamo": "inductor"}, "uncompiled model, got Accelerate's dynamo backend INDUCTOR"),
+        ({"model": compiled_layer()}, r"uncompiled model, got 0 after compile\(\)"),
+        ({"mixed_precision": "fp8"}, "bf16 or none, got fp8 .* bf16=True"),
+    ],
+    ids=["liger", "torch_compile", "dynamo", "compile", "fp8"],
+)
+def test_refused(settings, message):
+    """However it was asked for."""
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_acceleration(trainer(**settings))
+
+
+@pytest.mark.parametrize("kind", [TreeGRPOTrainer, TreeRLOOTrainer, TreePPOTrainer, TreeSFTTrainer])
+def test_every_trainer_asks(kind, monkeypatch):
+    """Before it patches the model."""
+
+    def refusing(trainer):
+        raise UnsupportedModelError("asked")
+
+    for name in ("check_processes", "check_backend"):
+        monkeypatch.setattr(refusals, name, lambda _: None)
+    monkeypatch.setattr(refusals, "check_acceleration", refusing)
+    monkeypatch.setattr(hooks, "patch", lambda _: pytest.fail("patched"))
+    one = object.__new__(kind)
+    one.args, one.accelerator, one.value_model, one.model = SimpleNamespace(), None, None, nn.Linear(2, 2)
+    with pytest.raises(UnsupportedModelError, match="asked"):
+        one._begin_tree(object)
