@@ -1,4 +1,4 @@
-"""Activation checkpointing in trainers of TRL: of some layers (``every_n_layers`` of Transformers), and off for a while.
+"""Activation checkpointing in trainers of TRL: of some layers (``every_n_layers``), and off for a while.
 
 TRL (1.16) switches checkpointing off around each generation, and on again with all of
 ``gradient_checkpointing_kwargs`` as PyTorch's. Two of them are Transformers' own: they would reach the layers'

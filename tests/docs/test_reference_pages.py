@@ -18,7 +18,7 @@ from harts_hf.trainers.skipping import OTHER_LOG_PROBS
 PACKAGE = ROOT / "harts_hf"
 METRICS = ROOT / "docs" / "metrics.md"
 # Names in tree_metrics that are taken out again before it returns.
-INTERNAL = {"flipped", "replayed", "seconds", "slowest"}
+INTERNAL = {"seconds", "slowest"}
 
 
 def functions(path, *names):
@@ -41,7 +41,8 @@ def keys_of(node):
 def tree_metrics_of_the_code():
     """Names below `tree/`."""
     names = {key for node in functions("trainers/metrics.py", "tree_metrics") for key in keys_of(node)} - INTERNAL
-    names |= {key for node in functions("trainers/expert_load.py", "note") for key in keys_of(node)}
+    for path, function in (("expert_load", "note"), ("routing_replay", "routing_metrics")):
+        names |= {key for node in functions(f"trainers/{path}.py", function) for key in keys_of(node)}
     runtime = "\n".join(path.read_text() for path in sorted((PACKAGE / "runtime").glob("*.py")))
     seconds = re.findall(r'seconds\["(\w+)"\]', runtime)
     for display in re.findall(r"seconds = \{(.*)\}", runtime):
