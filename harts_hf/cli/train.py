@@ -1,8 +1,8 @@
 """`harts train RECIPE [--field value ...]`: trains a policy on rollout trees as a recipe says.
 
 The recipe and the command line are read by `harts_hf.cli.recipe`. The output folder gets checkpoints, `metrics.jsonl`,
-`reward.png`, `tree.png` and `summary.json`; those of an earlier run in it are replaced, or continued with
-`--resume_from_checkpoint FOLDER`. `--dry-run` trains nothing: see `harts_hf.cli.dry_run`.
+`reward.png` (`loss.png` of supervised training), `tree.png` and `summary.json`; those of an earlier run in it are
+replaced, or continued with `--resume_from_checkpoint FOLDER`. `--dry-run` trains nothing: see `harts_hf.cli.dry_run`.
 """
 
 import gc
@@ -24,6 +24,7 @@ from harts_hf.cli.policy import find_policy, named_tokenizer
 from harts_hf.cli.recipe import parse, peek, split_recipe
 from harts_hf.cli.signals import sigterm_interrupts
 from harts_hf.cli.sources import find_source, reward_functions
+from harts_hf.cli.supervised import build_supervised
 from harts_hf.cli.train_arguments import PolicyArguments, TrainArguments
 from harts_hf.cli.train_checks import check_folders, check_numbers, check_processes
 from harts_hf.cli.train_report import TrainReport
@@ -94,6 +95,8 @@ def build_trainer(arguments: TrainArguments, training: Any, model: PolicyArgumen
         torch.set_num_threads(arguments.cpu_threads)
     set_seed(training.seed)
     kind = TRAINERS[arguments.trainer]
+    if kind.is_supervised:
+        return _reporting(build_supervised(arguments, training, model), arguments, None, measure="loss")
     tokenizer = named_tokenizer(arguments, training, model)
     source = find_source(arguments, training, tokenizer)
     kind.check(arguments.trainer, arguments.source, source.arguments)
@@ -117,9 +120,14 @@ def build_trainer(arguments: TrainArguments, training: Any, model: PolicyArgumen
         **data,
         **source.arguments,
     )
+    return _reporting(trainer, arguments, source.collector, measure="reward")
+
+
+def _reporting(trainer: Any, arguments: TrainArguments, collector: Any, *, measure: str) -> Any:
+    """The trainer with its report attached."""
     # The report prints one line where these would print a dictionary, or a bar.
     trainer.remove_callback(PrinterCallback)
     if not arguments.asks_for_bar:
         trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(TrainReport(source.collector, prints_lines=not arguments.asks_for_bar))
+    trainer.add_callback(TrainReport(collector, measure=measure, prints_lines=not arguments.asks_for_bar))
     return trainer
