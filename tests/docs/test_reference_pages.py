@@ -41,7 +41,11 @@ def keys_of(node):
 def tree_metrics_of_the_code():
     """Names below `tree/`."""
     names = {key for node in functions("trainers/metrics.py", "tree_metrics") for key in keys_of(node)} - INTERNAL
-    for path, function in (("expert_load", "note"), ("routing_replay", "routing_metrics")):
+    for path, function in (
+        ("expert_load", "note"),
+        ("routing_replay", "routing_metrics"),
+        ("fitting", "metrics"),
+    ):
         names |= {key for node in functions(f"trainers/{path}.py", function) for key in keys_of(node)}
     runtime = "\n".join(path.read_text() for path in sorted((PACKAGE / "runtime").glob("*.py")))
     seconds = re.findall(r'seconds\["(\w+)"\]', runtime)
