@@ -260,6 +260,16 @@ class RolloutTree:
         above = self.parent[self.segment_starts]
         return np.where(above < 0, -1, np.searchsorted(self.segment_starts, above, side="right") - 1)
 
+    def with_token_ids(self, token_ids: IntArray) -> "RolloutTree":
+        """The same shape with other tokens, ``[N]`` int64. Siblings may then begin with the same one."""
+        return RolloutTree(
+            parent=self.parent,
+            depth=self.depth,
+            subtree_end=self.subtree_end,
+            end_rows=self.end_rows,
+            token_ids=token_ids,
+        )
+
     def path(self, index: int) -> IntArray:
         """Compact rows of trajectory ``index``, ``[L]`` ascending, from its root to its end.
 

@@ -25,6 +25,7 @@ RANK = {
     "rollouts": 6,
     "trainers": 7,
     "verify": 7,
+    "bench": 7.5,
     "cli": 8,
 }
 NUMPY_ONLY = {"errors", "tree", "forest", "planner"}

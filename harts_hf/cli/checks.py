@@ -4,8 +4,11 @@ import argparse
 import errno
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
 
 
 def check_output_file(option: str, name: str | None) -> None:
@@ -123,3 +126,19 @@ def seed(text: str) -> int:
     if not 0 <= value < 2**32:
         raise argparse.ArgumentTypeError(f"expected at least 0 and less than 2**32, got {text}")
     return value
+
+
+def picked(values: Sequence[Value], indices: Sequence[int] | None, most: int) -> list[Value]:
+    """Some entries by index, or the first ones, at most so many.
+
+    Raises:
+        ValueError: an index past the end or below 0, or fewer than one asked for.
+    """
+    if indices is None:
+        if most < 1:
+            raise ValueError(f"expected at least one group, got {most}")
+        return list(values[:most])
+    wrong = [index for index in indices if not 0 <= index < len(values)]
+    if wrong:
+        raise ValueError(f"expected groups from 0 to {len(values) - 1}, got {wrong[0]}")
+    return [values[index] for index in indices]

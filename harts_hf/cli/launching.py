@@ -30,6 +30,7 @@ class Launch:
         refused: what of it is refused, each a message.
         gradient_bytes: of one gradient where the backend adds up gradients in a dtype of its own; else None.
         offloads_optimizer: whether its states lie on the CPU.
+        mixed_precision: what the launcher asks for.
     """
 
     num_processes: int
@@ -38,6 +39,7 @@ class Launch:
     refused: list[str] = field(default_factory=list)
     gradient_bytes: int | None = None
     offloads_optimizer: bool = False
+    mixed_precision: str = "no"
 
     def shards(self, part: str) -> int:
         """Over how many processes ``weights``, ``gradients`` or ``optimizer`` are split."""
@@ -63,6 +65,7 @@ class AsLaunched:
         self.accelerator = SimpleNamespace(
             num_processes=launch.num_processes,
             distributed_type=kinds.get(launch.backend[0], DistributedType.NO),
+            mixed_precision=launch.mixed_precision,
             state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=2)),  # another one is refused above
         )
 
@@ -139,6 +142,7 @@ def _read(path: str, num_processes: int | None) -> Launch:
             refused.append(f"expected FSDP2 (fsdp_version: 2), got version {version} in {path}")
     else:
         backend = "DDP" if count > 1 else "one process"
+    more["mixed_precision"] = config.mixed_precision or "no"
     return Launch(num_processes=count, backend=backend, said_by=path, refused=refused, **more)
 
 

@@ -13,7 +13,7 @@ COMMANDS = {
     "train": "train a model on rollout trees by a recipe: harts train RECIPE [--field value ...]",
     "plan": "what tree training would do for a rollout file: harts plan ROLLOUTS [--plot out.png]",
     "verify": "compare tree and expanded computation on your model: harts verify --model M ROLLOUTS",
-    "bench": "fit the planner's cost model to this machine: harts bench --fit-cost --model M --out cost.json",
+    "bench": "time an optimizer step beside stock TRL: harts bench --model M ROLLOUTS, harts bench RECIPE",
 }
 
 

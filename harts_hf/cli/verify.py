@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Computes log-probs and gradients of sampled trajectories on the tree and, with the unpatched model, one trajectory at a
 time, again, and in padded batches; compares them with one another and with a float64 copy of the model where that fits
-into memory. The last line is the verdict: PASS, or FAIL and why; the exit status is 0, or 1, or 2 for a model or an
-input that cannot be used.
+into memory, else one layer at a time. The last line is the verdict: PASS; FAIL and why; or NOTHING SHARED, where the
+rollouts left nothing to compare. The exit status is 0 for PASS, else 1, or 2 for a model or an input that cannot be
+used.
 """
 # Where stderr is no terminal, progress is a line, and at most one in so many seconds.
 SECONDS_PER_LINE = 10.0
@@ -44,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         help="model folder or name; a config (.json, or a folder with nothing else) gets random weights",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: %(default)s)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda if there is one)")
     parser.add_argument(
         "--max-tokens",
         type=int,
@@ -76,6 +77,7 @@ def _run(options: argparse.Namespace) -> bool:
 
     from harts_hf.planner import PlannerConfig
     from harts_hf.verify import format_verdict, verify
+    from harts_hf.verify.report import SHARED
 
     if not math.isfinite(options.router_loss):
         raise ValueError(f"expected --router-loss to be a finite number, got {options.router_loss}")
@@ -86,9 +88,13 @@ def _run(options: argparse.Namespace) -> bool:
     device = find_device(options.device)
     planner = PlannerConfig(max_tokens_per_microbatch=options.max_tokens_per_microbatch, sharing="always")
     file = read_rollouts(options, _tokenizer(options))
-    model = load_model(options.model, getattr(torch, options.dtype), seed=options.seed).to(device).eval()
+    progress = _Progress(options.draws)
+    progress.say(f"loading {printable(options.model)} on {device}")
+    with torch.device(device):  # billions of random weights take minutes on a CPU
+        model = load_model(options.model, getattr(torch, options.dtype), seed=options.seed).to(device).eval()
     draws = _draws(file.groups, model, options)
-    about = {**_about(model, options, file), **_about_draws(draws, planner)}
+    about_draws, untried = _about_draws(draws, planner)
+    about = {**_about(model, options, file, device), **about_draws}
     print("\n".join(f"{name:<10}{text}" for name, text in about.items()), end="\n\n", flush=True)
     verdict = verify(
         model,
@@ -97,12 +103,12 @@ def _run(options: argparse.Namespace) -> bool:
         with_oracle=not options.no_oracle,
         seed=options.seed,
         router_loss=options.router_loss,
-        progress=_Progress(options.draws).show,
+        progress=progress.show,
     )
-    print(format_verdict(verdict))
+    print(format_verdict(verdict, untried))
     if options.json:
-        write_json(options.json, {"about": about, **verdict.to_dict()})
-    return verdict.passed
+        write_json(options.json, {"about": about, "untried": untried, **verdict.to_dict()})
+    return verdict.passed and SHARED not in untried
 
 
 class _Progress:
@@ -110,10 +116,12 @@ class _Progress:
 
     def __init__(self, num_draws: int) -> None:
         self._num_draws = num_draws
-        self._next = time.monotonic()
+        self._begun = self._next = time.monotonic()
 
     def show(self, draw: int, way: str) -> None:
-        text = f"draw {draw + 1} of {self._num_draws}: {way}"
+        self.say(f"draw {draw + 1} of {self._num_draws}: {way} ({time.monotonic() - self._begun:.0f} s)")
+
+    def say(self, text: str) -> None:
         if sys.stderr.isatty():
             print(f"\r{text:<50}", end="\r", file=sys.stderr, flush=True)
         elif time.monotonic() >= self._next:
@@ -142,20 +150,21 @@ def _draws(groups: Sequence["RolloutGroup"], model: Any, options: argparse.Names
     ]
 
 
-def _about(model: Any, options: argparse.Namespace, file: "RolloutFile") -> dict[str, str]:
+def _about(model: Any, options: argparse.Namespace, file: "RolloutFile", device: Any) -> dict[str, str]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     installed = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     versions = f"harts_hf {harts_hf.__version__}, {installed}"
     return {
         "model": f"{printable(options.model)}: {model.config.model_type}, {parameters:,} parameters"
-        f"{' (RANDOM WEIGHTS)' if is_random(options.model) else ''}, {options.dtype} on {options.device}",
+        f"{' (RANDOM WEIGHTS)' if is_random(options.model) else ''}, {options.dtype} on {device}",
         "rollouts": f"{printable(options.rollouts)}{f': {summary(file)}' if file.num_conversations else ''}",
         "versions": f"{versions}; seed {options.seed}",
         **({"loss": f"with {options.router_loss} times the router's"} if options.router_loss else {}),
     }
 
 
-def _about_draws(draws: Sequence["Draw"], planner: "PlannerConfig") -> dict[str, str]:
+def _about_draws(draws: Sequence["Draw"], planner: "PlannerConfig") -> tuple[dict[str, str], list[str]]:
+    """A line about the draws, and what they leave untried."""
     from harts_hf.planner import plan_window
     from harts_hf.tree import RolloutTree
     from harts_hf.verify import planner_of_parts
@@ -166,15 +175,19 @@ def _about_draws(draws: Sequence["Draw"], planner: "PlannerConfig") -> dict[str,
         len(plan_window(tree, planner_of_parts(draw.trajectories, planner)).microbatches)
         for draw, tree in zip(draws, trees, strict=True)
     )
+    missing = {
+        "shared": ("NOTHING IS SHARED", expanded == unique),
+        "handed over": ("NOTHING IS HANDED OVER", parts == len(trees)),
+        "branches": ("NOTHING BRANCHES", not any((tree.num_children > 1).any() for tree in trees)),
+    }
     notes = [
         "trajectories cut to fit" if any(draw.is_cut for draw in draws) else "",
         "tokens drawn at random" if any(draw.is_filled for draw in draws) else "",
-        "NOTHING IS SHARED" if expanded == unique else "",
-        "NOTHING IS HANDED OVER" if parts == len(trees) else "",
-        "NOTHING BRANCHES" if not any((tree.num_children > 1).any() for tree in trees) else "",
+        *(note for note, is_missing in missing.values() if is_missing),
     ]
     text = (
         f"{len(draws)}, of {sum(tree.num_trajectories for tree in trees)} trajectories, {expanded:,} tokens, "
         f"{unique:,} unique (ratio {expanded / unique:.2f}), {parts} parts"
     )
-    return {"draws": "; ".join([text, *filter(None, notes)])}
+    untried = [name for name, (_, is_missing) in missing.items() if is_missing]
+    return {"draws": "; ".join([text, *filter(None, notes)])}, untried

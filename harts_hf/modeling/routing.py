@@ -61,6 +61,9 @@ def _see(router: Any, _: Any, answer: Any) -> Any:
     logits, _, experts = answer
     routes, number = tree_pass.routes, getattr(router, NUMBER)
     routes.chosen[number] = experts.detach()
+    if routes.replayed is not None:
+        replayed = routes.replayed[number].long()
+        experts = torch.where(replayed < 0, experts, replayed)
     is_counted = number in routes.load  # a recomputation's choices are those of the forward
     if not is_counted and not {EXPERT_LOAD, ROUTER_ENTROPY}.isdisjoint(tree_pass.wanted.names):
         counts = tree_pass.batch.occurrence_counts[0].double()
@@ -68,8 +71,7 @@ def _see(router: Any, _: Any, answer: Any) -> Any:
         routes.entropy[number] = counts @ routing_entropy(router, logits.detach()).double()
     if routes.replayed is None:
         return None
-    replayed = routes.replayed[number].long()
-    return logits, weights_at(router, logits, replayed).to(answer[1].dtype), replayed
+    return logits, weights_at(router, logits, experts).to(answer[1].dtype), experts
 
 
 def expert_load(experts: torch.Tensor, counts: torch.Tensor, num_experts: int) -> torch.Tensor:

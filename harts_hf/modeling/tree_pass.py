@@ -45,11 +45,11 @@ class Routes:
 
     Args:
         replayed: by number of the router, ``[N, k]`` of integers, the experts to take instead of those that it
-            chooses; each takes its own if None.
+            chooses, -1 at rows for which it chooses; it chooses for all if None.
 
     Attributes:
         chosen: by number of the router, ``[N, k]`` int64, what each chose itself.
-        load: ``[E]`` float64, trajectories' tokens by expert, where that is asked for.
+        load: ``[E]`` float64, trajectories' tokens by expert that they went to, where that is asked for.
         entropy: scalars float64, the entropy of routing summed over trajectories' tokens, where that is asked for.
     """
 

@@ -8,14 +8,14 @@ import numpy as np
 
 from harts_hf.rollouts.calls import Calls
 from harts_hf.rollouts.contract import finite
-from harts_hf.rollouts.engines.opening import open_engine
+from harts_hf.rollouts.engines.opening import open_engine, wants_routes
 from harts_hf.rollouts.environment import Environment, EnvironmentFactory
 from harts_hf.rollouts.environments.chat import ChatWriter
 from harts_hf.rollouts.environments.report import FailureReport
 from harts_hf.rollouts.environments.texts import LongObservations, ObservationLimit
 from harts_hf.rollouts.environments.workers import Workers
 from harts_hf.rollouts.environments.writers import AnyWriter
-from harts_hf.rollouts.episodes import ABSENT
+from harts_hf.rollouts.episodes import ABSENT, ROUTED_EXPERTS
 from harts_hf.rollouts.forks import ForkPolicy, NoForks, TurnForks, check_policy
 from harts_hf.rollouts.salvage import place_of_failures, rollout_row, saved_on_failure
 from harts_hf.rollouts.sampled import SampledRollout
@@ -143,7 +143,8 @@ class TreeRolloutCollector:
 
         Returns:
             ``len(prompts)`` rows in the order of the prompts: ``prompt_ids``, ``completion_ids``, ``logprobs``,
-            ``env_mask`` (lists of lists, see :class:`SampledRollout`), and for reward functions ``environment_reward``
+            ``env_mask`` (lists of lists, see :class:`SampledRollout`), where the trainer replays the engine's routes
+            ``routed_experts`` (likewise), and for reward functions ``environment_reward``
             (floats or None), ``environment_failed`` and ``truncated`` (bools; a limit ended it), ``tree`` and
             ``num_turns`` (ints); of TRL's environments also ``environments``, as they stood at the end (None where
             they failed). An episode without a reward because its environment failed has no token in its mask.
@@ -174,6 +175,7 @@ class TreeRolloutCollector:
                 num_episodes=num_episodes,
                 seed=sampling_seed,
                 failed_reward=self._failed_reward,
+                routes=wants_routes(trainer.args),
             )
             begin = [partial(self._begin, row, seed) for row, seed in zip(rows, seeds, strict=True)]
             with saved_on_failure(lambda: _file_rows(sampler.rollouts()), *place_of_failures(trainer)):
@@ -185,7 +187,10 @@ class TreeRolloutCollector:
             self.last_sampling_tokens = engine.num_read_tokens - read_before
         counts = {"cut_observations": writer.num_cut - num_cut, "out_of_room": sampler.num_out_of_room}
         self.last_metrics = self._report.of(rollouts, trainer, counts=counts)
-        return _rows(rollouts, stand_in=trainer.eos_token_ids[0])
+        found = _rows(rollouts, stand_in=trainer.eos_token_ids[0])
+        if wants_routes(trainer.args):
+            found[ROUTED_EXPERTS] = [rollout.routed_experts for rollout in rollouts]
+        return found
 
     def _begin(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, Any]:
         environment = self._environment()

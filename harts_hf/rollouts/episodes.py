@@ -16,6 +16,9 @@ from harts_hf.tree import RolloutTree
 
 # What a rollout function returns per row; every other list has one entry per episode.
 TURN_REWARDS, TOKEN_REWARDS = "turn_rewards", "token_rewards"
+# For each row the experts that its first tokens, prompt and completion, went to when they were sampled or read: an
+# array [t, layers, k], a list of such arrays, or None. See docs/moe.md.
+ROUTED_EXPERTS = "routed_experts"
 ROW_KEYS = (
     "prompt_ids",
     "completion_ids",
@@ -24,6 +27,7 @@ ROW_KEYS = (
     "advantages",
     TURN_REWARDS,
     TOKEN_REWARDS,
+    ROUTED_EXPERTS,
     "episode",
 )
 # Given to reward functions by the trainer.
@@ -122,6 +126,9 @@ def read_episodes(
         found["advantages"] = completed(output["advantages"], [0.0])
     if output.get(TOKEN_REWARDS) is not None:
         found[TOKEN_REWARDS] = completed(output[TOKEN_REWARDS], [0.0])
+    if output.get(ROUTED_EXPERTS) is not None:
+        every = [*output[ROUTED_EXPERTS], *(None for _ in fillers)]
+        found[ROUTED_EXPERTS] = [every[row] for row in order.tolist()]
     masks = [
         [1] * len(ids) if mask is None else mask
         for ids, mask in zip(

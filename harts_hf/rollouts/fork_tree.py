@@ -67,6 +67,10 @@ class Place:
             for place in self.way()
         )
 
+    def num_routed(self) -> int:
+        """Tokens whose routes the turns up to here say: those before the answer that were read."""
+        return 0 if self.sampled is None else self.num_tokens() - len(self.answer_ids) - 1
+
 
 @dataclass(eq=False, kw_only=True)
 class ForkTree:

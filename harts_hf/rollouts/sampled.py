@@ -1,6 +1,10 @@
 """What was sampled: whole conversations, the leaves of trees."""
 
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from harts_hf.rollouts.environment import Environment
 from harts_hf.rollouts.environments.failures import EpisodeFailure
@@ -23,6 +27,8 @@ class SampledRollout:
         fork_turns: as many; the turn that each of those branches begins with, 0 the first.
         cut: whether a limit ended it (turns, tokens), before its environment was done.
         failure: why the environment could not go on, or None.
+        routed_experts: ``[t, L, k]`` arrays, one behind the other: the engine's routes of the first tokens, of all but
+            the last at a turn's end; None where they were not asked for.
         environment: as it stood at the end; None for a failure.
     """
 
@@ -37,6 +43,7 @@ class SampledRollout:
     fork_turns: tuple[int, ...]
     cut: bool = False
     failure: EpisodeFailure | None = field(default=None, compare=False)
+    routed_experts: list[NDArray[np.integer[Any]]] | None = field(default=None, compare=False, repr=False)
     environment: Environment | None = field(default=None, compare=False, repr=False)
 
 
@@ -51,6 +58,7 @@ def rollout_of(tree: ForkTree, end: Place) -> SampledRollout:
         completion += [*place.sampled.token_ids, *place.answer_ids]
         logprobs += [*place.sampled.logprobs, *[0.0] * len(place.answer_ids)]
         mask += [1] * len(place.sampled.token_ids) + [0] * len(place.answer_ids)
+    routes = [place.sampled.routed_experts for place in way[1:] if place.sampled is not None]
     forked = [place for place in way[1:] if place.parent is not None and len(place.parent.children) > 1]
     return SampledRollout(
         prompt_ids=list(way[0].answer_ids),
@@ -64,5 +72,6 @@ def rollout_of(tree: ForkTree, end: Place) -> SampledRollout:
         fork_turns=tuple(place.turn - 1 for place in forked),
         cut=end.cut,
         failure=end.failure,
+        routed_experts=[one for one in routes if one is not None] or None,
         environment=end.ended,
     )

@@ -43,6 +43,7 @@ class TreeSampler:
         num_episodes: leaves that each tree is to have.
         seed: of everything that is drawn.
         failed_reward: the reward of conversations that failed after something was sampled.
+        routes: whether the engine's routes are wanted.
 
     Attributes:
         num_out_of_room: conversations that were closed because the next observation did not fit.
@@ -59,6 +60,7 @@ class TreeSampler:
         num_episodes: int,
         seed: int,
         failed_reward: float | None = None,
+        routes: bool = False,
     ) -> None:
         self._engine = engine
         self._writer = writer
@@ -68,6 +70,7 @@ class TreeSampler:
         self._num_episodes = num_episodes
         self._seed = seed
         self._failed_reward = failed_reward
+        self._routes = routes
         self._trees: list[ForkTree] = []
         self._open: list[int] = []  # requests and calls in flight, by tree
         self._finished: deque[tuple[ForkTree, Future[Any], Take]] = deque()
@@ -169,6 +172,7 @@ class TreeSampler:
             seed=_seed_of(key),
             count=len(shares),
             entropies=self._policy.entropies,
+            routes_from=place.num_routed() if self._routes else None,
         )
         self._await(tree, self._engine.submit(request), partial(self._fork, tree, place, shares, first_branch))
 

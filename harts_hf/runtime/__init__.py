@@ -6,6 +6,7 @@ from harts_hf.runtime.options import RunOptions
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.ranks import OtherRankError, Ranks
 from harts_hf.runtime.report import UpdateReport
+from harts_hf.runtime.routes import KnownRoutes, TokenRoutes
 from harts_hf.runtime.run import WindowRun
 from harts_hf.runtime.slices import SliceRows
 from harts_hf.runtime.update import TreeUpdate
@@ -13,11 +14,13 @@ from harts_hf.runtime.values import TreeValues
 from harts_hf.runtime.window import TreeWindow
 
 __all__ = [
+    "KnownRoutes",
     "ModelChangedError",
     "OtherRankError",
     "Ranks",
     "RunOptions",
     "SliceRows",
+    "TokenRoutes",
     "TreeUpdate",
     "TreeValues",
     "TreeWindow",

@@ -9,6 +9,7 @@ import torch
 
 from harts_hf.modeling import LOG_PROB, WITHOUT_GRADIENT
 from harts_hf.runtime.leaves import check_reach, collect, placeholders, spread
+from harts_hf.runtime.routes import TreeRoutes
 from harts_hf.runtime.slices import Index, SliceTable
 from harts_hf.runtime.values import TreeValues
 from harts_hf.runtime.window import TreeWindow
@@ -28,6 +29,7 @@ class Job:
         observed: of sums that it does not.
         window: of the update.
         table: which slices the window's trajectories belong to; None where no sum is asked for.
+        routes: experts that are known before; None where none are.
         like: a tensor of the dtype and device of the model's values.
         loss_device: where the losses run.
     """
@@ -39,6 +41,7 @@ class Job:
     observed: tuple[str, ...]
     window: TreeWindow
     table: SliceTable | None
+    routes: TreeRoutes | None
     like: torch.Tensor
     loss_device: torch.device | str
 

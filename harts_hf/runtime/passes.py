@@ -131,7 +131,15 @@ class Passes:
 
     def _run(self, mode: Mode) -> WindowRun:
         job = self._job
-        return WindowRun(self._model, job.window, self._options, ranks=self._ranks, slices=job.table, mode=mode)
+        return WindowRun(
+            self._model,
+            job.window,
+            self._options,
+            ranks=self._ranks,
+            slices=job.table,
+            routes=job.routes,
+            mode=mode,
+        )
 
     def _add_up(self, values: TreeValues) -> TreeValues:
         """Values per row over the ranks that share the window; sums over all ranks, whoever computed them."""

@@ -17,6 +17,8 @@ Placement = Literal["global", "local"]
 PlacementChoice = Literal["auto", "global", "local"]
 PLACEMENTS: tuple[PlacementChoice, ...] = get_args(PlacementChoice)
 
+Merge = Callable[[Sequence[IntArray]], RolloutTree]
+
 # What the exchange of global placement is taken to cost: collectives of a few numbers, and bytes of rows.
 EXCHANGE_SECONDS = 2e-3
 EXCHANGE_SECONDS_PER_ROW = 50 / 5e9
@@ -48,6 +50,7 @@ def place(
     choice: PlacementChoice,
     can_skip_scoring: bool,
     names: Sequence[str],
+    merge: Merge = RolloutTree.from_trajectories,
 ) -> Placed:
     """Plans the window of an update; the ranks end with one plan for all of them, or with one each.
 
@@ -61,23 +64,24 @@ def place(
         choice: of the placement.
         can_skip_scoring: whether the nested execution may run without a scoring pass.
         names: of the values that are asked for.
+        merge: makes a tree of trajectories.
 
     Raises:
         ValueError: trajectories that cannot be planned.
         OtherRankError: those of another rank.
     """
     if ranks.count == 1:
-        tree = RolloutTree.from_trajectories(own or [stand_in()])
+        tree = merge(own or [stand_in()])
         (chosen,) = _planners(planner, [can_skip_scoring], tree.num_tokens)
         return Placed(window=chosen(tree), planner=chosen, first=0, placement="local")
     may_skip = _choices(planner, can_skip_scoring)
     if choice == "local":
-        return _placed_locally(planner, may_skip, own or [stand_in()], ranks)[0]
+        return _placed_locally(planner, may_skip, own or [stand_in()], ranks, merge)[0]
     everyone = ranks.gather_arrays(own)
     first = sum(map(len, everyone[: ranks.index]))
     together = [tokens for part in everyone for tokens in part] or ranks.gather_arrays([stand_in()])[0]
     with ranks.together():
-        tree = RolloutTree.from_trajectories(together)
+        tree = merge(together)
         planners = _planners(planner, may_skip, -(-tree.num_tokens // ranks.count))
         found = [(one, one(tree, rank=ranks.index)) for one in (_for_ranks(one, ranks.count) for one in planners)]
     used, window = min(found, key=lambda pair: pair[1].schedule.estimated_seconds)
@@ -86,9 +90,12 @@ def place(
     if choice == "auto" and planner.config.sharing != "always":
         alone = own or [stand_in()]
         largest = planner.config.max_tokens_per_microbatch  # a local plan may have larger microbatches
-        least = min(_least_seconds(alone, replace(one.config, max_tokens_per_microbatch=largest)) for one in planners)
+        tree_alone = merge(alone)
+        least = min(
+            _least_seconds(tree_alone, replace(one.config, max_tokens_per_microbatch=largest)) for one in planners
+        )
         if seconds > _agreed(ranks, least):  # else no local plan can be faster
-            local, local_seconds = _placed_locally(planner, may_skip, alone, ranks)
+            local, local_seconds = _placed_locally(planner, may_skip, alone, ranks, merge)
             if _agreed(ranks, local_seconds) < _agreed(ranks, seconds):
                 return local
     return Placed(window=window, planner=used, first=first, placement="global")
@@ -113,11 +120,11 @@ def _for_ranks(planner: WindowPlanner, count: int) -> WindowPlanner:
 
 
 def _placed_locally(
-    planner: WindowPlanner, may_skip: Sequence[bool], own: Sequence[IntArray], ranks: Ranks
+    planner: WindowPlanner, may_skip: Sequence[bool], own: Sequence[IntArray], ranks: Ranks, merge: Merge
 ) -> tuple[Placed, float]:
     """The window of this rank's own trajectories, in the execution that is fastest for the slowest rank."""
     with ranks.together():
-        tree = RolloutTree.from_trajectories(own)
+        tree = merge(own)
         planners = _planners(planner, may_skip, tree.num_tokens)
         windows = [one(tree) for one in planners]
     seconds = [_agreed(ranks, window.schedule.estimated_seconds) for window in windows]
@@ -130,9 +137,8 @@ def _agreed(ranks: Ranks, seconds: float) -> float:
     return ranks.agree(round(seconds * 1e9))[0] / 1e9
 
 
-def _least_seconds(trajectories: Sequence[IntArray], config: PlannerConfig) -> float:
-    """A lower bound on the estimated seconds of any plan of these trajectories on one rank: each row once."""
-    tree = RolloutTree.from_trajectories(trajectories)
+def _least_seconds(tree: RolloutTree, config: PlannerConfig) -> float:
+    """A lower bound on the estimated seconds of any plan of a tree on one rank: each row once."""
     step = (config.cost or DEFAULT_COST).step(forwards=2 if config.execution == "replay" else 1)
     pairs = float((tree.depth + 1).sum())
     microbatches = -(-tree.num_tokens // config.max_tokens_per_microbatch)

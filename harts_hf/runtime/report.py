@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from harts_hf.runtime.placing import Placement
+from harts_hf.runtime.replayed import RoutingCounts
 from harts_hf.runtime.window import TreeWindow
 
 
@@ -26,8 +27,7 @@ class UpdateReport:
             which ranks exchanged numbers and waited for one another outside forwards and backwards.
         exchanged_bytes: what this rank got from the others: token ids, values, coefficients.
         sums: over the trajectories of all ranks, of the names that were observed.
-        routing_flips: of the choices of experts that were replayed here, how many a router would have made otherwise,
-            and of how many.
+        routing: what came of choices of experts that were replayed here.
     """
 
     loss: torch.Tensor
@@ -40,5 +40,5 @@ class UpdateReport:
     seconds: dict[str, float] = field(default_factory=dict)
     exchanged_bytes: int = 0
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    routing_flips: tuple[int, int] = (0, 0)
+    routing: RoutingCounts = field(default_factory=RoutingCounts)
     scoring_kept: bool = False

@@ -18,6 +18,7 @@ from harts_hf.runtime.ops import Mode, ops_of
 from harts_hf.runtime.options import RunOptions
 from harts_hf.runtime.ranks import Ranks
 from harts_hf.runtime.replayed import ReplayedRoutes
+from harts_hf.runtime.routes import TreeRoutes
 from harts_hf.runtime.slices import SliceTable
 from harts_hf.runtime.values import TreeValues, asked, on_cpu
 from harts_hf.runtime.window import TreeWindow
@@ -35,8 +36,12 @@ class WindowRun:
         options: how forwards run.
         ranks: the processes; a collective is run at once if there are several that plan their own.
         slices: which slices the window's trajectories belong to, for sums by slice; they are one slice if None.
+        routes: experts that are known before; each microbatch's first forward takes them.
         mode: "train" for :meth:`score` and :meth:`backward`; "score" for :meth:`score` alone; "unscored" for
             :meth:`backward_unscored` alone.
+
+    Attributes:
+        routes: what routers took.
 
     Of a plan for several ranks, values are those of the rows that this rank owns, 0 elsewhere, and sums theirs alone:
     whoever runs it adds them up. Coefficients are those of all ranks' losses.
@@ -53,6 +58,7 @@ class WindowRun:
         *,
         ranks: Ranks | None = None,
         slices: SliceTable | None = None,
+        routes: TreeRoutes | None = None,
         mode: Mode = "train",
     ) -> None:
         self.model, self.window, self._slices = model, window, slices
@@ -64,7 +70,7 @@ class WindowRun:
         self._ops, self._num_scoring = ops_of(window, mode, self.ranks)
         self._lives = handoff_lives(self._ops, window.batches)
         self._answers: dict[int, list[Answered]] = {}  # of dummies, several at a time
-        self._routes = ReplayedRoutes(replays=self.options.replay_routing)
+        self.routes = ReplayedRoutes(window, keeps=self.options.replay_routing, known=routes)
         self._slice_counts: dict[int, torch.Tensor] = {}
         self._scores: TreeValues | None = None
         self._known: torch.Tensor | None = None  # log-probs to compare later ones with
@@ -104,11 +110,6 @@ class WindowRun:
     def recompute_difference(self) -> float:
         """The largest difference of a log-prob computed again from its score, so far."""
         return float(torch.stack(self._differences).max()) if self._differences else 0.0
-
-    @property
-    def routing_flips(self) -> tuple[int, int]:
-        """See :attr:`harts_hf.runtime.replayed.ReplayedRoutes.flips`."""
-        return self._routes.flips
 
     @property
     def scores(self) -> TreeValues:
@@ -237,7 +238,7 @@ class WindowRun:
             deterministic=options.deterministic,
             fused_modules=options.fused_modules,
             slice_counts=None if self._slices is None else partial(self._counts_by_slice, self._slices, index),
-            routes=self._routes.of(index),
+            routes=self.routes.before(index, batch),
         )
         self.handoff.keeping = self._lives.keeps[position]
         # Triton launches on the current GPU, wherever its arguments are (autograd sets it for backwards itself).
@@ -248,8 +249,7 @@ class WindowRun:
                 answer: TreeAnswer = model(harts=tree_pass)
         finally:
             self.handoff.keeping = False
-        if index != DUMMY:
-            self._routes.note(index, batch, tree_pass.routes)
+        self.routes.after(index, batch, tree_pass.routes)
         self._drop(position)
         return Answered(answer=answer, wanted=wanted)
 

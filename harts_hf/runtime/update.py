@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from harts_hf.runtime.placing import PLACEMENTS, PlacementChoice, place
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.ranks import Ranks
 from harts_hf.runtime.report import UpdateReport
+from harts_hf.runtime.routes import KnownRoutes, TokenRoutes, merge_routes
 from harts_hf.runtime.run import WindowRun
 from harts_hf.runtime.slices import SliceRows, SliceTable, checked
 
@@ -41,6 +42,8 @@ class TreeUpdate:
         placement: on several processes, whether the trajectories of all of them make one forest that they share
             ("global"), each computes its own ("local"), or what the cost model estimates to be faster ("auto").
         observed: names of sums that no loss reads and reports have; they never take a scoring pass.
+        known_routes: experts that are known before, which forwards then take. Every process has some or none has.
+        on_scored: given the rows of :meth:`score` and the experts that its forwards took, by trajectory.
 
     Raises:
         ValueError: another placement, or a planner for several ranks.
@@ -56,6 +59,8 @@ class TreeUpdate:
         device: torch.device | str | None = None,
         placement: PlacementChoice = "auto",
         observed: tuple[str, ...] = (),
+        known_routes: KnownRoutes | None = None,
+        on_scored: Callable[[Any, list[TokenRoutes]], None] | None = None,
     ) -> None:
         if placement not in PLACEMENTS:
             raise ValueError(f"expected placement to be one of {', '.join(PLACEMENTS)}, got {placement!r}")
@@ -66,6 +71,8 @@ class TreeUpdate:
             )
         self.placement: PlacementChoice = placement
         self.observed = observed
+        self._replays = known_routes is not None
+        self._known, self._on_scored = known_routes or KnownRoutes(lambda _: None), on_scored
         self.model, self.planner, self.options = model, planner, options or RunOptions()
         self.ranks = ranks or Ranks()
         self.device = next(model.parameters()).device if device is None else device
@@ -81,11 +88,18 @@ class TreeUpdate:
         """What :meth:`score` gives, and the values per row for a :meth:`run` on the same weights."""
         with self.ranks.together():
             trajectories = rows.trajectories()
-            window = self.planner(trajectories or [rows.stand_in()])
-            index = rows.index([window.tree.path(number) for number in range(len(trajectories))])
+            known = self._known.of_trajectories([rows], [len(trajectories)])
+            window = self.planner(self._known.merge(self._known.marked(trajectories, known) or [rows.stand_in()]))
+            paths = [window.tree.path(number) for number in range(len(trajectories))]
+            index = rows.index(paths)
+            routes = merge_routes(window.tree.num_tokens, paths, known, Ranks())
+            window = window.to(self.device)
         with together_if_alone(self.ranks):
-            run = WindowRun(self.model, window.to(self.device), self.options, ranks=self.ranks, mode="score")
+            run = WindowRun(self.model, window, self.options, ranks=self.ranks, routes=routes, mode="score")
             scores = run.score(names)
+            taken = None if self._on_scored is None else run.routes.taken()
+        if self._on_scored is not None and taken is not None:
+            self._on_scored(rows, [TokenRoutes(((taken, torch.from_numpy(path)),)) for path in paths])
         found = {name: spread(value, index[name]) for name, value in scores.rows.items()} | scores.sums
         return found, KeptScores(window.tree, scores)
 
@@ -147,29 +161,34 @@ class TreeUpdate:
         with ranks.together():
             rows = [rows_of(one) for one in slices]
             trajectories = [checked(one.trajectories()) for one in rows]
-            known = None if kept is None else _known(kept, rows, names)
+            found = None if kept is None else _found(kept, rows, names)
+            known = self._known.of_trajectories(rows, list(map(len, trajectories)))
+            own = self._known.marked([tokens for part in trajectories for tokens in part], known)
         own_reason = (reason or "loss") if unscored == "never" else ""
-        needed_by, is_known = self._agreed(own_reason, known is not None, len(slices), (*names, *observed))
+        needed_by, is_known = self._agreed(own_reason, found is not None, len(slices), (*names, *observed))
         placed = place(
             self.planner,
-            [tokens for part in trajectories for tokens in part],
+            own,
             rows[0].stand_in,
             ranks,
             choice=self.placement,
             can_skip_scoring=needed_by is None,
             names=(*names, *observed),
+            merge=self._known.merge,
         )
         window = placed.window.to(self.device)
         seconds = {"planning": time.perf_counter() - started}
         with ranks.together():
-            paths = iter([window.tree.path(placed.first + number) for number in range(sum(map(len, trajectories)))])
-            indices = [one.index([next(paths) for _ in part]) for one, part in zip(rows, trajectories, strict=True)]
+            paths = [window.tree.path(placed.first + number) for number in range(len(own))]
+            left = iter(paths)
+            indices = [one.index([next(left) for _ in part]) for one, part in zip(rows, trajectories, strict=True)]
             missing = [name for name in names if name not in indices[0]]
             if missing and unscored != "never":
                 raise ValueError(
                     f"expected names that the slices' index has with unscored={unscored!r}, got {', '.join(missing)} "
                     f"besides {', '.join(indices[0])} (sums are known after scoring only)"
                 )
+        shared = ranks if placed.placement == "global" else Ranks()
         table = None
         if missing or observed:
             sizes = [len(part) for part in trajectories]
@@ -184,18 +203,18 @@ class TreeUpdate:
             observed=observed,
             window=window,
             table=table,
+            routes=merge_routes(window.tree.num_tokens, paths, known, shared) if self._replays else None,
             like=self._like(),
             loss_device=self.device if loss_device is None else loss_device,
         )
-        shared = ranks if placed.placement == "global" else Ranks()
         passes = Passes(self.model, job, self.options, ranks=ranks, shared=shared)
         coefficients = None
         is_cut = needed_by is None and ranks.agree(len(window.batches))[0] > 1
         if is_cut and not is_known and window.schedule.execution == "nested":
             coefficients = passes.known_coefficients(probing, compare=unscored == "probe")
             needed_by = None if coefficients is not None else "loss_of_log_probs"
-        if is_known and known is not None:
-            outcome = passes.kept(known)
+        if is_known and found is not None:
+            outcome = passes.kept(found)
         elif coefficients is None:
             outcome = passes.scored()
         else:
@@ -203,6 +222,7 @@ class TreeUpdate:
         seconds |= outcome.seconds
         if ranks.count > 1:
             seconds["exchange"] = ranks.exchange_seconds - seconds_before
+        counts = outcome.run.routes.counts
         return UpdateReport(
             loss=outcome.loss.to(self.device),
             window=window,
@@ -215,7 +235,8 @@ class TreeUpdate:
             seconds=seconds,
             exchanged_bytes=ranks.exchanged_bytes - bytes_before,
             sums={name: outcome.scores.sums[name] for name in observed},
-            routing_flips=outcome.run.routing_flips,
+            # Of a shared forest every rank knows all routes.
+            routing=counts if shared.index == 0 else counts.of_forwards(),
         )
 
     def _agreed(self, own: str, is_known: bool, num_slices: int, names: tuple[str, ...]) -> tuple[str | None, bool]:
@@ -227,7 +248,7 @@ class TreeUpdate:
         """
         if self.ranks.count == 1:
             return None if is_known else own or None, is_known
-        settings = hash_of(self.planner, names)
+        settings = hash_of(self.planner, names, self._replays, self._known.splits)
         found = self.ranks.gather(
             int(bool(own)), num_slices, PLACEMENTS.index(self.placement), settings, int(is_known)
         )
@@ -251,7 +272,7 @@ class TreeUpdate:
         return torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=self.device)
 
 
-def _known(kept: Find, rows: Sequence[SliceRows], names: tuple[str, ...]) -> list[dict[str, torch.Tensor]] | None:
+def _found(kept: Find, rows: Sequence[SliceRows], names: tuple[str, ...]) -> list[dict[str, torch.Tensor]] | None:
     found = []
     for one in rows:
         values = kept(one)

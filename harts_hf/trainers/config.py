@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from trl import GRPOConfig, RLOOConfig
-from trl.experimental.gmpo import GMPOConfig
 
 from harts_hf.planner import CostModel, PlannerConfig
 from harts_hf.planner.config import ExecutionChoice, Sharing
@@ -14,6 +13,7 @@ from harts_hf.rollouts.engines.vllm_server import ServerOptions
 from harts_hf.runtime.budgets import Budget
 from harts_hf.runtime.placing import PLACEMENTS
 from harts_hf.trainers.router_loss import SCOPES
+from harts_hf.trainers.routing_replay import REPLAYS
 
 CREDITS = ("trajectory", *TREE_CREDITS)
 EPISODE_WEIGHTS = ("sample", "episode")
@@ -74,9 +74,13 @@ class TreeOptions:
             Of routers with a bias (`bailing_hybrid`, `kimi_linear`), by how much the bias of each expert is moved up
             or down after an optimizer step in which it had less or more to do than the mean of its layer. `0` leaves
             the bias as it is.
-        tree_replay_routing (`bool`, *optional*, defaults to `False`):
-            Whether the forward of each backward takes the experts that the scoring pass chose, at weights computed
-            anew, so that rounding flips none between the two.
+        tree_replay_routing (`str` or `bool`, *optional*, defaults to `"off"`):
+            Which experts the forward of each backward takes, at weights computed anew, so that rounding flips none:
+            `"scoring"` (or `True`), those of the pass that computed old log-probs, or of the step's scoring pass;
+            `"engine"`, those of the engine that sampled the rollouts; `"off"` (or `False`), its own.
+        tree_split_on_routes (`bool`, *optional*, defaults to `False`):
+            Whether tokens that came with different experts in different requests are computed apart, each with its
+            own, instead of together with those of the first. Needs `tree_replay_routing="engine"`.
         tree_fused_modules (`str`, *optional*, defaults to `"auto"`):
             `"auto"` runs norms, gates and experts on a GPU as single operations (of the same results but for
             rounding), `"off"` as Transformers has them.
@@ -158,9 +162,16 @@ class TreeOptions:
             "help": "By how much the bias of each expert moves after an optimizer step, towards equal load; 0: not."
         },
     )
-    tree_replay_routing: bool = field(
+    tree_replay_routing: str = field(
+        default="off",
+        metadata={
+            "help": "Which experts the forward of each backward takes: those of the scoring pass, or of the engine.",
+            "choices": list(REPLAYS),
+        },
+    )
+    tree_split_on_routes: bool = field(
         default=False,
-        metadata={"help": "Whether the forward of each backward takes the experts that the scoring pass chose."},
+        metadata={"help": "Whether tokens that came with different experts are computed apart."},
     )
     tree_fused_modules: str = field(
         default="auto",
@@ -169,6 +180,14 @@ class TreeOptions:
             "choices": list(FUSED_MODULES),
         },
     )
+
+    def __post_init__(self) -> None:
+        # TRL turns checkpointing on by the name that Transformers has given up, and Transformers would say so to users
+        # who named neither. What they set themselves is theirs to hear about.
+        options: Any = self
+        if options.activation_checkpointing is None and options.gradient_checkpointing is True:
+            options.activation_checkpointing = True
+        super().__post_init__()  # type: ignore[misc]
 
     def check_tree_options(self) -> None:
         """Raises ValueError for options that cannot work, before anything is sampled."""
@@ -185,6 +204,17 @@ class TreeOptions:
             raise ValueError(
                 "expected tree_expert_bias_update_speed to be a finite number of at least 0, got "
                 f"{self.tree_expert_bias_update_speed}"
+            )
+        if isinstance(self.tree_replay_routing, bool) or self.tree_replay_routing is None:
+            self.tree_replay_routing = "scoring" if self.tree_replay_routing else "off"
+        if self.tree_replay_routing not in REPLAYS:
+            raise ValueError(
+                f"expected tree_replay_routing to be one of {', '.join(REPLAYS)}, got {self.tree_replay_routing!r}"
+            )
+        if self.tree_split_on_routes and self.tree_replay_routing != "engine":
+            raise ValueError(
+                "expected tree_replay_routing='engine' with tree_split_on_routes=True, got "
+                f"{self.tree_replay_routing!r}"
             )
         if self.tree_aux_scope not in SCOPES:
             raise ValueError(f"expected tree_aux_scope to be one of {', '.join(SCOPES)}, got {self.tree_aux_scope!r}")
@@ -339,19 +369,6 @@ class TreeGRPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
                 "(rewards are summed before they are compared below each turn), got "
                 f"{self.multi_objective_aggregation!r}"
             )
-
-
-@dataclass
-class TreeGMPOConfig(RolloutOptions, TreeOptions, GMPOConfig):
-    r"""
-    Configuration class for the [`TreeGMPOTrainer`]: every parameter of [`GMPOConfig`], those of [`TreeOptions`]
-    and of [`RolloutOptions`].
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_tree_options()
-        self.check_rollout_options()
 
 
 @dataclass

@@ -21,6 +21,7 @@ from harts_hf.rollouts.episodes import (
     ABSENT,
     OFF_POLICY,
     RESERVED_KEYS,
+    ROUTED_EXPERTS,
     TOKEN_REWARDS,
     TURN_REWARDS,
     Episodes,
@@ -123,6 +124,8 @@ class TreeEpisodes:
                 ends = (*self.eos_token_ids, self._tokenizer.pad_token_id) if self.mask_truncated_completions else None
                 output, self._episodes = read_episodes(output, len(prompts), self.eos_token_ids[0], whole_ends=ends)
                 self._rows = output
+            routed = output.pop(ROUTED_EXPERTS, None)
+            self._tree.routing.take(routed, output["prompt_ids"], output["completion_ids"])
         self._given_advantages = output.pop("advantages", None)
         self._given_rewards = output.pop(TOKEN_REWARDS, None)
         if self._episodes is None:

@@ -13,6 +13,7 @@ from torch import nn
 from harts_hf.errors import HartsWarning
 from harts_hf.planner import PlannerConfig
 from harts_hf.runtime.budgets import Budget, halved
+from harts_hf.runtime.kept import KeptScores
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.ranks import Ranks, is_out_of_memory
 from harts_hf.runtime.update import TreeUpdate, UpdateReport
@@ -35,6 +36,7 @@ class TreeBudgets:
     Attributes:
         halvings: how often memory ran out so far.
         max_tokens: rows of a microbatch in the latest plan.
+        begins_again: whether steps are, where memory runs out; a benchmark of limits wants the error.
     """
 
     def __init__(self, trainer: Any, ranks: Ranks) -> None:
@@ -43,6 +45,7 @@ class TreeBudgets:
         self._logged = 0  # halvings that metrics have had
         self.halvings = 0
         self.max_tokens = 0
+        self.begins_again = True
 
     def applied(self, planner: WindowPlanner) -> WindowPlanner:
         """A planner with the limits that hold now; the first call is a collective where there are several processes.
@@ -106,21 +109,24 @@ class FittingUpdate(TreeUpdate):
         run = super().run
         return self._twice(lambda: run(*args, **kwargs), before)
 
-    def score(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """See :meth:`TreeUpdate.score`.
+    def scored(self, *args: Any, **kwargs: Any) -> tuple[dict[str, torch.Tensor], KeptScores]:
+        """See :meth:`TreeUpdate.scored`.
 
         Raises:
             torch.OutOfMemoryError: memory ran out again, or where the processes cannot begin again.
         """
-        score = super().score
-        return self._twice(lambda: score(*args, **kwargs), None)
+        scored = super().scored
+        return self._twice(lambda: scored(*args, **kwargs), None)
 
     def _twice(self, work: Callable[[], Found], before: "_Before | None") -> Found:
         rows = self.planner.config.max_tokens_per_microbatch
         try:
             return work()
         except Exception as error:
-            smaller = halved(self.planner.config) if self.ranks.ran_out(error) else None
+            everywhere = self.ranks.ran_out(error)
+            if not self._budgets.begins_again:
+                raise
+            smaller = halved(self.planner.config) if everywhere else None
             if smaller is None:
                 if is_out_of_memory(error):
                     raise torch.OutOfMemoryError(f"{error}\n{self._why_not()}") from error

@@ -26,3 +26,4 @@ class TreeGRPOTrainer(TreeAdvantages, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
 
     _config_class = TreeGRPOConfig
     router_loss = "computed"
+    replays_engine_routes = replays_old_routes = True

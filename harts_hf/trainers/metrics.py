@@ -4,14 +4,20 @@ from harts_hf.planner import Schedule
 from harts_hf.planner.spans import span_size, union
 from harts_hf.runtime.report import UpdateReport
 from harts_hf.trainers.ranks import AccelerateRanks
+from harts_hf.trainers.routing_replay import RoutingReplay, routing_metrics
 
 
-def tree_metrics(report: UpdateReport, ranks: AccelerateRanks) -> dict[str, float]:
+def tree_metrics(report: UpdateReport, ranks: AccelerateRanks, replay: RoutingReplay) -> dict[str, float]:
     """What an update did, the same on every rank; a collective where there are several.
 
-    Where routes are replayed, ``routing_flips`` is the part of the replayed choices of experts that routers would have
-    made otherwise in the later forward. Counts are of all ranks together; seconds, differences and yes-or-no metrics
-    are the largest of any rank. With several ranks there are also
+    Args:
+        report: of the update.
+        ranks: of the training.
+        replay: of routes.
+
+    Where routes are replayed, there are those of :func:`harts_hf.trainers.routing_replay.routing_metrics`. Counts are
+    of all ranks together; seconds, differences and yes-or-no metrics are the largest of any rank. With several ranks
+    there are also
 
     - ``balance``: estimated seconds of a rank's own ops, the mean over ranks divided by the largest;
     - ``global_placement``: whether ranks shared one forest;
@@ -30,7 +36,7 @@ def tree_metrics(report: UpdateReport, ranks: AccelerateRanks) -> dict[str, floa
         "oversized_microbatches": len(schedule.oversized),
         "linear_calls": schedule.linear_calls,
     }
-    flips = {"flipped": float(report.routing_flips[0]), "replayed": float(report.routing_flips[1])}
+    routing = replay.counts(report.routing)
     largest: dict[str, float] = {
         "logp_recompute_maxdiff": report.recompute_difference,
         "limits_raised": report.limits_raised,
@@ -41,16 +47,15 @@ def tree_metrics(report: UpdateReport, ranks: AccelerateRanks) -> dict[str, floa
     if ranks.count > 1:
         own = own_seconds(schedule, report.window.rank or 0)
         largest |= {"global_placement": is_global, "exchanged_bytes": report.exchanged_bytes, "slowest": own}
-        (summed, largest) = ranks.totals({**counts, **flips, "seconds": own}, largest)
-        flips = {name: summed.pop(name) for name in flips}
+        (summed, largest) = ranks.totals({**counts, **routing, "seconds": own}, largest)
+        routing = {name: summed.pop(name) for name in routing}
         mean, slowest = summed.pop("seconds") / ranks.count, largest.pop("slowest")
         largest["balance"] = mean / slowest if slowest else 1.0
         # A plan for all ranks has counted the work of all of them already.
         counts = {**counts, "repeated_tokens": repeated_tokens(schedule)} if is_global else summed
     # What was reached, not what the tokens would allow: a feature that does nothing has to show.
     found = {"sharing_ratio": counts["expanded_tokens"] / counts["backward_tokens"], **counts, **largest}
-    if flips["replayed"]:
-        found["routing_flips"] = flips["flipped"] / flips["replayed"]
+    found |= routing_metrics(routing, is_of_engine=replay.mode == "engine")
     if report.scoring_needed_by is not None:
         found[f"scoring_needed_by/{report.scoring_needed_by}"] = 1.0
     return {name: float(value) for name, value in found.items()}

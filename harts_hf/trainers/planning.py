@@ -36,5 +36,5 @@ def run_options_of(trainer: Any) -> RunOptions:
         expand_latents=args.tree_handoff_latents == "expanded",
         deterministic=args.tree_deterministic,
         fused_modules=args.tree_fused_modules == "auto",
-        replay_routing=args.tree_replay_routing,
+        replay_routing=args.tree_replay_routing != "off",
     )

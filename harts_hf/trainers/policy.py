@@ -19,6 +19,7 @@ from harts_hf.trainers.micro_steps import SliceLeaves, TRLSlice, active_adapters
 from harts_hf.trainers.planning import planner_of, run_options_of
 from harts_hf.trainers.ranks import AccelerateRanks
 from harts_hf.trainers.router_loss import RouterLoss
+from harts_hf.trainers.routing_replay import RoutingReplay
 from harts_hf.trainers.rows import PaddedRows, token_ids, without_prompts
 from harts_hf.trainers.scored_once import RecordedReference, ScoredOnce, Weights
 from harts_hf.trainers.settings import SettingsOfSlices, read_settings
@@ -40,6 +41,7 @@ class TreePolicy:
         budgets: the limits that hold.
         router_loss: the auxiliary loss of a mixture of experts.
         expert_load: how much its experts have to do.
+        routing: the routes that its steps replay.
         options: how forwards run.
         slices: of the optimizer step so far.
         totals: during a step with episodes, what its slices hold together; else None.
@@ -57,6 +59,7 @@ class TreePolicy:
         self.expert_load = ExpertLoad(trainer.model)
         self.options = run_options_of(trainer)
         self.scored_once, self.reference = ScoredOnce(trainer), RecordedReference(trainer)
+        self.routing = RoutingReplay(trainer, active_adapters)
         self.slices: list[TRLSlice] = []
         self.totals: StepTotals | None = None
         self.scaled_loss: torch.Tensor | None = None  # what TreeEpisodes made of TRL's latest loss
@@ -121,17 +124,21 @@ class TreePolicy:
         if not is_patched(asked):
             raise ValueError("expected a model that runs on trees, got an unpatched one: call harts_hf.patch on it")
         rows = PaddedRows.from_tensors(input_ids, attention_mask, num_scored, keeps_all=aux_loss)
+        is_policy = asked is policy
         of_reference = self.reference.is_asked(asked, entropy=entropy)
         if of_reference:
             found = self.reference.of(asked, rows)
             (unknown,) = self.ranks.agree(int(found is None))
             if found is not None and not unknown:
                 return found.to(input_ids.device), None, None
-        weights = self.weights_to_keep(asked) if asked is policy and not aux_loss else None
+        rows = rows.with_routes(self.routing.given_to(len(input_ids), is_policy=is_policy))
+        weights = self.weights_to_keep(asked) if is_policy and not aux_loss else None
         # A step that finds these again asks for entropies, too.
         labels = LABEL_VALUES if entropy or weights is not None else (LOG_PROB,)
         names = (*labels, *(self.router_loss.names if aux_loss else ()))
-        values, scores = self._update(model, input_ids.device).scored(rows, names)
+        keeps = self.routing.keeps_scored(is_policy=is_policy)
+        kept = (lambda rows, routes: self.routing.keep_scored(input_ids, rows, routes)) if keeps else None
+        values, scores = self._update(model, input_ids.device, on_scored=kept).scored(rows, names)
         if weights is not None:
             self.scored_once.keep(weights, scores)
         if of_reference:
@@ -146,7 +153,7 @@ class TreePolicy:
         Args:
             model: without a wrapper.
         """
-        needs_pass = self.router_loss.is_on or self.trainer.args.tree_replay_routing
+        needs_pass = self.router_loss.is_on or self.routing.mode != "off"
         return None if needs_pass else self.scored_once.weights(model)
 
     def step(self, model: nn.Module, num_items: Any) -> UpdateReport:
@@ -181,7 +188,7 @@ class TreePolicy:
         reason = next((found for found in reasons if found is not None), None)
         return self._update(model, self.trainer.args.device).run(
             slices,
-            lambda one: PaddedRows.from_batch(one.batch, keeps_all=self.counts_all_tokens),
+            lambda one: PaddedRows.from_batch(one.batch, keeps_all=self.counts_all_tokens).with_routes_of(one.batch),
             lambda one, leaves: self._loss(model, one, leaves, num_items, is_last=one is slices[-1]),
             names=(*LABEL_VALUES, *self.router_loss.names),
             unscored="probe" if reason is None else "never",
@@ -198,7 +205,7 @@ class TreePolicy:
         """Those of the slice whose loss is being computed; elsewhere (evaluation) the scores of a batch."""
         if self._leaves is not None:
             return self._leaves
-        rows = PaddedRows.from_batch(batch, keeps_all=self.router_loss.is_on)
+        rows = PaddedRows.from_batch(batch, keeps_all=self.router_loss.is_on).with_routes_of(batch)
         names = (*LABEL_VALUES, *self.router_loss.names)
         values = self._update(model, batch["completion_ids"].device).score(rows, names)
         return self._slice_leaves(batch, values, self.router_loss.of_batch(values))
@@ -246,7 +253,7 @@ class TreePolicy:
         """What the loss of a slice is given; TRL's own losses read nothing of prompts but which rows they ask for."""
         return one.batch if has_custom_loss(self.trainer) else without_prompts(one.batch)
 
-    def _update(self, model: nn.Module, device: Any) -> TreeUpdate:
+    def _update(self, model: nn.Module, device: Any, *, on_scored: Any = None) -> TreeUpdate:
         is_policy = self._unwrapped(model) is self._unwrapped(self.trainer.model)
         return FittingUpdate(
             model,
@@ -258,6 +265,8 @@ class TreePolicy:
             device=device,
             placement=self.trainer.args.tree_placement,
             observed=self.expert_load.observed if is_policy else (),
+            known_routes=self.routing.known if is_policy else None,
+            on_scored=on_scored,
         )
 
     def _loss_device(self, slices: list[TRLSlice]) -> str | None:

@@ -18,6 +18,7 @@ class TreeRLOOTrainer(TreeHooks, RLOOTrainer, TreeStep):  # type: ignore[misc]
 
     _config_class = TreeRLOOConfig
     router_loss = "computed"
+    replays_old_routes = True
 
     def __init__(self, model: Any, reward_funcs: Any, args: Any = None, *more: Any, **kwargs: Any) -> None:
         if kwargs.pop("rollout_func", None) is not None:

@@ -1,7 +1,7 @@
 """TRL's padded rows as the trajectories of a slice."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,11 @@ import torch
 from numpy.typing import NDArray
 
 from harts_hf.modeling import LABEL_VALUES
+from harts_hf.runtime.routes import TokenRoutes
 from harts_hf.tree import IntArray
+
+# Entry of a batch: for each row its routes as lists of tensors (TokenRoutes.plain), or None.
+ROUTES = "routes"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -25,6 +29,7 @@ class PaddedRows:
         completion_ids: ``[B, C]``.
         completion_mask: ``[B, C]``, not 0 on real tokens; 0 on all columns of a row that is left out.
         keeps_all: whether rows without a token to score take part.
+        routes_of_rows: ``[B]`` experts of each row's first tokens that are known before; None for none.
     """
 
     prompt_ids: NDArray[np.int64]
@@ -32,6 +37,7 @@ class PaddedRows:
     completion_ids: NDArray[np.int64]
     completion_mask: NDArray[np.int64]
     keeps_all: bool = False
+    routes_of_rows: Sequence[TokenRoutes | None] | None = None
 
     @classmethod
     def from_tensors(
@@ -82,6 +88,27 @@ class PaddedRows:
     def trajectories(self) -> list[IntArray]:
         """The real tokens of every row that takes part."""
         return [self.tokens(row) for row in self._rows()]
+
+    def with_routes(self, routes: Sequence[TokenRoutes | None] | None) -> "PaddedRows":
+        """The same with routes of each row."""
+        return replace(self, routes_of_rows=routes)
+
+    def with_routes_of(self, batch: dict[str, Any]) -> "PaddedRows":
+        """The same with those that a batch of these rows holds, if it does."""
+        plain = batch.get(ROUTES)
+        return self if plain is None else self.with_routes([one and TokenRoutes.from_plain(one) for one in plain])
+
+    @property
+    def routes(self) -> list[TokenRoutes | None] | None:
+        """Of each of :meth:`trajectories`; None where none are known."""
+        return None if self.routes_of_rows is None else [self.routes_of_rows[row] for row in self._rows()]
+
+    def by_row(self, routes: Sequence[TokenRoutes]) -> list[TokenRoutes | None]:
+        """``[B]`` what :meth:`trajectories` have; None for rows that take no part."""
+        found: list[TokenRoutes | None] = [None] * len(self.is_scored)
+        for row, of_row in zip(self._rows(), routes, strict=True):
+            found[row] = of_row
+        return found
 
     def stand_in(self) -> IntArray:
         """The first row's real tokens."""

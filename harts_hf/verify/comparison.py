@@ -6,10 +6,11 @@ padded batches in another order, changes.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,6 +18,7 @@ from harts_hf.modeling import has_routers, patch, unpatch
 from harts_hf.planner import PlannerConfig
 from harts_hf.tree import IntArray, RolloutTree
 from harts_hf.verify.kinds import parameter_kinds
+from harts_hf.verify.layers import LayeredOracle
 from harts_hf.verify.oracle import build_oracle
 from harts_hf.verify.verdict import GradientErrors, LogProbs, Verdict, judge
 from harts_hf.verify.ways import (
@@ -27,6 +29,7 @@ from harts_hf.verify.ways import (
     PARTS,
     ROUNDED,
     TREE,
+    Gradients,
     Measured,
     Way,
     measure_expanded,
@@ -45,7 +48,7 @@ Progress = Callable[[int, Way], None]
 
 def verify(
     model: nn.Module,
-    draws: Sequence[Sequence[IntArray]],
+    draws: Sequence[Sequence[IntArray | Sequence[int]]],
     *,
     planner: PlannerConfig | None = None,
     with_oracle: bool = True,
@@ -64,11 +67,11 @@ def verify(
 
     Args:
         model: a causal language model of a supported family in float32 or bfloat16; it is left unpatched.
-        draws: trajectories of each draw, ``[L]`` token ids, at least two each. Errors scatter from draw to draw, so
-            one draw judges by the widest limits only. Draws of the same trajectories differ in their weights, but
-            round alike, and count as one.
+        draws: trajectories of each draw, ``[L]`` token ids (arrays or lists), at least two each. Errors scatter
+            from draw to draw, so one draw judges by the widest limits only. Draws of the same trajectories differ in
+            their weights, but round alike, and count as one.
         planner: how the tree is run; sharing always if None. It is run once more as :func:`planner_of_parts` says.
-        with_oracle: whether to compare with float64 (where it fits into memory).
+        with_oracle: whether to compare with float64: a copy of the model, or where that does not fit, layer by layer.
         seed: of the weights.
         router_loss: coefficient of the router's auxiliary loss over all trajectories of a draw, which is added to what
             gradients are of.
@@ -79,20 +82,21 @@ def verify(
         ValueError: a router's loss of a model without routers, no draws, or a draw without trajectories or with one of
             fewer than two tokens; NaN or infinity in the model, or in what it computes unpatched.
     """
-    _check_draws(draws)
+    arrays = [[np.asarray(tokens, dtype=np.int64) for tokens in draw] for draw in draws]
+    _check_draws(arrays)
     unpatch(patch(model))  # refuses what is not supported before anything is computed
     if router_loss and not has_routers(model):
         raise ValueError(f"expected a mixture of experts with router_loss={router_loss}, got {type(model).__name__}")
     _check_finite("parameters and buffers", {**dict(model.named_parameters()), **dict(model.named_buffers())})
     planner = planner or PlannerConfig(sharing="always")
     oracle = build_oracle(model) if with_oracle else None
-    indices = _indices(draws)
+    indices = _indices(arrays)
     log_probs = LogProbs()
     gradients = {name: GradientErrors(kind=kind) for name, kind in parameter_kinds(model).items()}
-    for number, trajectories in enumerate(draws):
+    for number, trajectories in enumerate(arrays):
         weights = _weights(trajectories, seed + number)
-        measured = _measure(model, oracle, trajectories, weights, planner, router_loss, partial(progress, number))
-        _add_draw(log_probs, gradients, measured, indices[number])
+        ways = _measure(model, oracle, trajectories, weights, planner, router_loss, partial(progress, number))
+        _add_draw(log_probs, gradients, ways, indices[number])
 
     def verdict() -> Verdict:
         return judge(
@@ -106,12 +110,13 @@ def verify(
     if first.passed:
         return first
     few, many = ROUNDED_RUNS
-    runs = min(many, max(few, ROUNDED_TOKENS // sum(len(tokens) for draw in draws for tokens in draw)))
-    for number, trajectories in enumerate(draws):
+    runs = min(many, max(few, ROUNDED_TOKENS // sum(len(tokens) for draw in arrays for tokens in draw)))
+    for number, trajectories in enumerate(arrays):
         progress(number, ROUNDED)
         weights = _weights(trajectories, seed + number)
         exact = measure_expanded(model, trajectories, weights, router_loss=router_loss)
         for run in range(number * runs, (number + 1) * runs):
+            progress(number, ROUNDED)
             moved = measure_rounded(model, trajectories, weights, seed=run, router_loss=router_loss)
             change = (moved.log_probs - exact.log_probs).square().mean().item()
             _add(log_probs.changes, indices[number], _finite(change) / runs / indices.count(indices[number]))
@@ -150,20 +155,24 @@ def _indices(draws: Sequence[Sequence[IntArray]]) -> list[int]:
 
 
 def _add_draw(
-    log_probs: LogProbs, gradients: Mapping[str, GradientErrors], measured: Mapping[Way, Measured], index: int
+    log_probs: LogProbs,
+    gradients: Mapping[str, GradientErrors],
+    ways: Iterator[tuple[Way, Measured, Gradients]],
+    index: int,
 ) -> None:
-    for way, one in measured.items():
+    """Adds what every way gives as it comes: gradients of a whole model are large, and no two ways' are kept."""
+    for way, one, reference in ways:
         values = log_probs.values.setdefault(way, [])
         if index == len(values):
             values.append(one.log_probs.cpu())
-    reference = measured.get(ORACLE, measured[EXPANDED]).gradients
-    for name, exact in reference.items():
-        gradient = gradients[name]
-        _add(gradient.squares, index, _square(exact))
-        for way, one in measured.items():
+        for name, exact in reference.items():
+            gradient = gradients[name]
+            if way == EXPANDED:
+                _add(gradient.squares, index, _square(exact))
             if way != ORACLE:
                 error = one.gradients[name].double() - exact
                 _add(gradient.errors.setdefault(way, []), index, _square(error))
+        del one  # before the next way is computed
 
 
 def _square(values: torch.Tensor) -> float:
@@ -185,27 +194,38 @@ def _add(sums: list[float], index: int, value: float) -> None:
 
 def _measure(
     model: nn.Module,
-    oracle: nn.Module | None,
+    oracle: nn.Module | LayeredOracle | None,
     trajectories: Sequence[IntArray],
     weights: Sequence[torch.Tensor],
     planner: PlannerConfig,
     router_loss: float,
     progress: Callable[[Way], None],
-) -> dict[Way, Measured]:
-    measured: dict[Way, Measured] = {}
-    expanded: tuple[tuple[Way, int], ...] = ((EXPANDED, 1), (AGAIN, 1), (BATCHED, 2))
-    for way, batch_size in expanded:
+) -> Iterator[tuple[Way, Measured, Gradients]]:
+    """Every way with the gradients that its own are compared with, the expanded computation first."""
+    progress(EXPANDED)
+    expanded = measure_expanded(model, trajectories, weights, router_loss=router_loss)
+    _check_finite("results", {"the log-probs": expanded.log_probs, **expanded.gradients})
+    reference = expanded.gradients
+    if oracle is not None:
+        progress(ORACLE)
+        exact = measure_oracle(oracle, trajectories, weights, router_loss=router_loss)
+        reference = exact.gradients
+        yield ORACLE, exact, reference
+        del exact
+    yield EXPANDED, expanded, reference
+    del expanded
+    batched: tuple[tuple[Way, int], ...] = ((AGAIN, 1), (BATCHED, 2))
+    for way, size in batched:
         progress(way)
-        measured[way] = measure_expanded(model, trajectories, weights, batch_size=batch_size, router_loss=router_loss)
-    _check_finite("results", {"the log-probs": measured[EXPANDED].log_probs, **measured[EXPANDED].gradients})
+        yield (
+            way,
+            measure_expanded(model, trajectories, weights, batch_size=size, router_loss=router_loss),
+            reference,
+        )
     tree: tuple[tuple[Way, PlannerConfig], ...] = ((TREE, planner), (PARTS, planner_of_parts(trajectories, planner)))
     for way, config in tree:
         progress(way)
-        measured[way] = measure_tree(model, trajectories, weights, config, router_loss=router_loss)
-    if oracle is not None:
-        progress(ORACLE)
-        measured[ORACLE] = measure_oracle(oracle, trajectories, weights, router_loss=router_loss)
-    return measured
+        yield way, measure_tree(model, trajectories, weights, config, router_loss=router_loss), reference
 
 
 def _weights(trajectories: Sequence[IntArray], seed: int) -> list[torch.Tensor]:

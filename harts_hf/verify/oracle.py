@@ -15,16 +15,20 @@ from torch import nn
 from harts_hf.modeling.families import family_of
 from harts_hf.modeling.mixers import CONV_FUNCTION
 from harts_hf.modeling.patching import causal_lm_of
+from harts_hf.verify.layers import LAYERED_BYTES, LayeredOracle
 
 # Bytes per parameter that the oracle holds: itself, a gradient and a sum of gradients, in float64.
 _ORACLE_BYTES = 24
 
 
-def build_oracle(model: nn.Module) -> nn.Module | None:
-    """A float64 copy of an unpatched model, or None if it does not fit into memory."""
-    needed = sum(parameter.numel() for parameter in model.parameters()) * _ORACLE_BYTES
-    if 1.5 * needed > _free_bytes(next(model.parameters()).device):
-        return None
+def build_oracle(model: nn.Module) -> nn.Module | LayeredOracle | None:
+    """A float64 copy of an unpatched model; where that does not fit into memory, an oracle that is wide by layers; or
+    None if not even that fits."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    free = _free_bytes(next(model.parameters()).device)
+    if 1.5 * count * _ORACLE_BYTES > free:
+        held = next(model.parameters()).element_size()  # of the gradient that it is compared with
+        return LayeredOracle(model) if 1.5 * count * (LAYERED_BYTES + 2 * held) < free else None
     oracle: Any = copy.deepcopy(model).double()
     if hasattr(oracle, "set_experts_implementation"):
         oracle.set_experts_implementation("eager")  # grouped products refuse float64

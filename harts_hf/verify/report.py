@@ -5,10 +5,18 @@ from collections.abc import Sequence
 from harts_hf.verify.verdict import POOLED_FACTOR, SINGLE_FACTOR, Difference, Verdict
 from harts_hf.verify.ways import AGAIN, BATCHED, EXPANDED, JUDGED, ORACLE, ROUNDED, Way
 
+SHARED = "shared"
 
-def format_verdict(verdict: Verdict) -> str:
-    """Tables of what was compared; the last line is ``PASS`` or ``FAIL: ...``."""
-    sections = [_log_probs(verdict), _gradients(verdict), _conclusion(verdict)]
+
+def format_verdict(verdict: Verdict, untried: Sequence[str] = ()) -> str:
+    """Tables of what was compared; the last line is ``PASS``, ``FAIL: ...``, or what was not tried.
+
+    Args:
+        verdict: to tell.
+        untried: what the draws gave nothing to compare for, such as ``"shared"``. Where that is sharing itself, checks
+            that pass show nothing of tree training, and the last line says so.
+    """
+    sections = [_log_probs(verdict), _gradients(verdict), _conclusion(verdict, untried)]
     return "\n\n".join(sections)
 
 
@@ -63,11 +71,17 @@ def _gradients(verdict: Verdict) -> str:
     return f"{_table(rows)}\n{note}"
 
 
-def _conclusion(verdict: Verdict) -> str:
+def _conclusion(verdict: Verdict, untried: Sequence[str]) -> str:
     failures = verdict.failures
     lines = [f"{check.name}: {check.value:.3g}, at most {check.limit:.3g} expected" for check in failures]
     if verdict.passed:
-        return f"PASS: {len(verdict.checks)} checks" + ("" if verdict.reference == ORACLE else ", without an oracle")
+        passed = f"{len(verdict.checks)} checks" + ("" if verdict.reference == ORACLE else ", without an oracle")
+        if SHARED in untried:
+            return (
+                f"NOTHING SHARED: {passed} passed, but no two of these trajectories begin alike, so nothing of what "
+                "tree training does was tried: give rollouts that share"
+            )
+        return f"PASS: {passed}" + "".join(f"; nothing {what} here" for what in untried)
     return "\n".join([*lines, f"FAIL: {len(failures)} of {len(verdict.checks)} checks, the first: {failures[0].name}"])
 
 

@@ -12,6 +12,7 @@ from harts_hf.planner import PlannerConfig
 from harts_hf.runtime.functional import tree_logprobs, window_values
 from harts_hf.runtime.window import TreeWindow
 from harts_hf.tree import IntArray
+from harts_hf.verify.layers import LayeredOracle
 from harts_hf.verify.oracle import float64_everywhere
 from harts_hf.verify.roundings import RandomRoundings
 
@@ -110,20 +111,45 @@ def measure_expanded(
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     return Measured(
         log_probs=torch.cat([log_probs[i] for i in range(len(trajectories))]),
-        gradients={name: total.to(dtypes[name]) for name, total in sums.items()},
+        # One after another leaves the sums: those of a whole model are large.
+        gradients={name: sums.pop(name).to(dtypes[name]) for name in list(sums)},
     )
 
 
 def measure_oracle(
-    oracle: nn.Module,
+    oracle: nn.Module | LayeredOracle,
     trajectories: Sequence[IntArray],
     weights: Sequence[torch.Tensor],
     *,
     router_loss: float = 0.0,
 ) -> Measured:
-    """The expanded computation with every cast of the model's family lifted to float64."""
+    """The expanded computation with every cast of the model's family lifted to float64.
+
+    Of an oracle that is wide by layers, gradients are sums in float32.
+    """
+    if isinstance(oracle, LayeredOracle):
+        return _measure_layered(oracle, trajectories, weights, router_loss)
     with float64_everywhere(oracle):
         return measure_expanded(oracle, trajectories, weights, router_loss=router_loss)
+
+
+def _measure_layered(
+    oracle: LayeredOracle, trajectories: Sequence[IntArray], weights: Sequence[torch.Tensor], router_loss: float
+) -> Measured:
+    model = oracle.model
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}
+    log_probs = []
+    with float64_everywhere(model), oracle.wide(sums):
+        by_probability = router_loss * _derivatives(model, [[tokens] for tokens in trajectories], router_loss)
+        for tokens, weight in zip(trajectories, weights, strict=True):
+            (values,), probabilities = _expanded_log_probs(model, [tokens], with_routers=router_loss != 0)
+            loss = (values * weight.to(values)).sum()
+            if probabilities is not None:
+                loss = loss + (by_probability * probabilities.sum(dim=0)).sum()
+            loss.backward()
+            log_probs.append(values.detach())
+    return Measured(log_probs=torch.cat(log_probs), gradients=sums)
 
 
 def measure_rounded(

@@ -75,13 +75,14 @@ def commands_that_write(rollouts, model):
         ("plan", rollouts, "--plot"),
         ("verify", "--model", model, rollouts, "--json"),
         ("bench", "--fit-cost", "--model", model, "--out"),
+        ("bench", "--model", model, rollouts, "--json"),
     ]
 
 
 def test_outputs_that_cannot_be_written_are_refused_before_the_work(rollouts, model, tmp_path, monkeypatch, capsys):
     """A folder that is not there and a name that is a folder: named with the option, and nothing was read."""
     (tmp_path / "folder.png").mkdir()
-    for module in ("plan.read_rollouts", "verify.load_model", "bench.load_model"):
+    for module in ("plan.read_rollouts", "verify.load_model", "bench.load_model", "bench_cost.load_model"):
         monkeypatch.setattr(f"harts_hf.cli.{module}", lambda *_, **__: pytest.fail("the work has begun"))
     for command in commands_that_write(rollouts, model):
         for name, reason in (("none/out.png", "No such file or directory"), ("folder.png", "Is a directory")):

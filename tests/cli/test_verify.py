@@ -150,8 +150,12 @@ def test_report_counts_what_is_shared(models, rollouts, tmp_path, capsys):
     alone = tmp_path / "alone.jsonl"
     alone.write_text("\n".join(json.dumps({"group": 0, "token_ids": row}) for row in rows))
     arguments = ("--model", models / "qwen3_5_text", "--draws", 1, "--no-oracle")
-    assert "NOTHING IS SHARED" in run(*arguments, alone, capsys=capsys)[1].out
-    assert "NOTHING IS SHARED" not in run(*arguments, rollouts, capsys=capsys)[1].out
+    status, output = run(*arguments, alone, capsys=capsys)
+    assert status == 1 and "NOTHING IS SHARED" in output.out
+    assert output.out.splitlines()[-1].startswith("NOTHING SHARED: ") and "PASS" not in output.out
+    status, output = run(*arguments, rollouts, capsys=capsys)
+    assert status == 0 and "NOTHING IS SHARED" not in output.out
+    assert output.out.splitlines()[-1].startswith("PASS: ")
 
 
 @pytest.mark.parametrize("output", ["rollouts", "model/config.json", "model", "link"])
@@ -180,10 +184,10 @@ def test_progress(is_terminal, models, rollouts, monkeypatch, capsys):
     if is_terminal:
         assert error.count("\r") >= 20 and "\rdraw 2 of 2: tree in parts" in error and "\n" not in error
     else:
-        assert error == "harts verify: draw 1 of 2: expanded\n"
+        assert error.startswith("harts verify: loading ") and error.endswith(" on cpu\n") and error.count("\n") == 1
         monkeypatch.setattr("harts_hf.cli.verify.SECONDS_PER_LINE", 0)
         lines = run(*arguments, "--draws", 1, capsys=capsys)[1].err.splitlines()
-        assert lines[-1] == "harts verify: draw 1 of 1: tree in parts" and len(lines) == 5
+        assert lines[-1].startswith("harts verify: draw 1 of 1: tree in parts (") and len(lines) == 6
 
 
 def test_rollouts_that_predict_nothing_and_models_of_nan(models, rollouts, tmp_path, capsys):

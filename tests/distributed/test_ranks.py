@@ -50,6 +50,14 @@ ROUTER = [
     "fsdp2:qwen3_5_moe_text:stock:router:checkpointing",
     "fsdp2:qwen3_5_moe_text:global:replay:router:checkpointing",
 ]
+# The bias of experts, moved by the load of all ranks; the load is counted whoever computes a token.
+BIAS = [
+    "ddp:bailing_hybrid:stock:bias",
+    "ddp:bailing_hybrid:global:replay:bias",
+    "ddp:bailing_hybrid:local:nested:bias",
+]
+# Routes of the engine, of each rank's own rows, whoever computes them.
+ROUTES = ["ddp:qwen3_5_moe_text:local:replay:routes", "ddp:qwen3_5_moe_text:global:replay:routes"]
 # Experts one by one, where DeepSpeed gathers layer by layer.
 ZERO3_EXPERTS = [
     "zero3:qwen3_5_moe_text:stock:router:checkpointing",
@@ -99,6 +107,8 @@ def check(found: dict[str, list[dict]], case: str) -> None:
         for other in ours[1:]:
             if other["parameters"] and backend != "zero3":
                 assert torch.equal(other["parameters"][name], ours[0]["parameters"][name]), f"{name} differs by rank"
+    if "bias" in options:
+        check_bias(stock[0], ours[0])
     for stock_log, log in zip(stock[0]["logs"][:-1], ours[0]["logs"][:-1], strict=True):
         for name in {
             "loss",
@@ -126,6 +136,16 @@ def check(found: dict[str, list[dict]], case: str) -> None:
             assert (names or "eval_loss" in log) and [log[name] for name in names] == [same[name] for name in names]
 
 
+def check_bias(stock: dict, ours: dict) -> None:
+    """Loads are equal integers, biases after ten steps equal bit for bit, and others than before."""
+    assert torch.equal(stock["loads"].double(), ours["loads"].double())
+    names = [name for name in stock["parameters"] if name.endswith("e_score_correction_bias")]
+    assert len(names) == 2
+    for name in names:
+        assert torch.equal(stock["parameters"][name], ours["parameters"][name])
+        assert stock["parameters"][name].unique().numel() > 2
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Where processes leave what they have."""
@@ -138,10 +158,11 @@ def folder(tmp_path_factory):
         pytest.param(2, DDP, id="ddp"),
         pytest.param(2, FSDP, id="fsdp2"),
         pytest.param(2, ROUTER, id="router"),
+        pytest.param(2, BIAS, id="bias", marks=pytest.mark.slow),
         pytest.param(2, ZERO3_EXPERTS, id="zero3-experts", marks=pytest.mark.slow),
         pytest.param(2, ZERO, id="zero", marks=pytest.mark.slow),
         pytest.param(2, ZERO3, id="zero3", marks=pytest.mark.slow),
-        pytest.param(3, THREE, id="three", marks=pytest.mark.slow),
+        pytest.param(3, [*THREE, *BIAS[:2]], id="three", marks=pytest.mark.slow),
     ],
 )
 def test_one_forest(count, cases, folder):
@@ -154,3 +175,15 @@ def test_one_forest(count, cases, folder):
                 check({**found, case.removesuffix(f":{bug}"): found[case]}, case.removesuffix(f":{bug}"))
         elif ":stock" not in case:
             check(found, case)
+
+
+@pytest.mark.slow
+def test_routes_of_all_ranks(folder):
+    """A shared forest trains on the routes that each rank's rows came with, as ranks by themselves do."""
+    alone, together = launch(folder, 2, ROUTES).values()
+    for name, expected in alone[0]["parameters"].items():
+        assert (together[0]["parameters"][name] - expected).abs().max() < TOLERANCE, name
+    for log, same in zip(alone[0]["logs"][:-1], together[0]["logs"][:-1], strict=True):
+        assert 0.6 < log["tree/engine_routing_flips"] < 0.9
+        for name in ("engine_routing_flips", "engine_routes_missing", "engine_routes_differing"):
+            assert log[f"tree/{name}"] == pytest.approx(same[f"tree/{name}"], rel=1e-2), name

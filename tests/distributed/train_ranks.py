@@ -8,10 +8,13 @@ A case is ``backend:family:kind[:option]...``; kinds and options are the diction
 import os
 import pickle
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
+from support.counted import SPEED, CountedGRPOTrainer
+from support.oracle import float64_everywhere
 from train_two import allow_fsdp_on_cpu, backend_options
 
 LAYERS = {
@@ -39,8 +42,16 @@ OPTIONS = {
     "entropy": {"entropy_coef": 0.05},
     "router": {"router_aux_loss_coef": 0.3},
     "evaluated": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
+    # Ten updates of the bias of the experts, of loads that all ranks count; float64, so that no token's experts flip.
+    "bias": {
+        "tree_expert_bias_update_speed": SPEED,
+        "max_steps": 10,
+        "learning_rate": 0.005,
+        "gradient_accumulation_steps": 1,
+    },
+    "routes": {"tree_replay_routing": "engine"},  # drawn at random
     "lora": {},
-    "unarmed": {},  # planted: DDP's reducer is not told of a last backward that does not follow its forward
+    "unarmed": {},  # planted: DDP's reducer is not told of a step's last backward
     "unflagged": {},  # planted: nor is ZeRO-3 told that another backward begins
     "idle": {"mask_truncated_completions": True},  # rank 0's are all truncated: it has no trajectories
     "uneven": {},  # rank 0 has one token to score in each rollout
@@ -67,13 +78,21 @@ def plan_at_random(seed: int):
 
 
 def plant_untold():
-    """Backends are not told of backwards that do not follow their forwards."""
+    """Backends are not told of backwards: DDP of the last one, DeepSpeed of any that does not follow its forward."""
     from harts_hf.trainers.ranks import AccelerateRanks
 
     around = AccelerateRanks._around
-    AccelerateRanks._around = lambda self, model, outputs, is_last, follows: around(
-        self, model, outputs, is_last, True
-    )
+
+    @contextmanager
+    def untold(self, model, outputs, is_last, follows):
+        self._is_ddp, is_ddp = False, self._is_ddp
+        try:
+            with around(self, model, outputs, is_last, True):
+                yield
+        finally:
+            self._is_ddp = is_ddp
+
+    AccelerateRanks._around = untold
     return lambda: setattr(AccelerateRanks, "_around", around)
 
 
@@ -83,6 +102,11 @@ def rollouts_for(options: list[str]):
 
     def rollouts(prompts, trainer):
         output = recorded.rollout_func(prompts, trainer)
+        if "routes" in options:
+            output["routed_experts"] = [
+                np.random.default_rng(row).random((len(tokens), 3, 8)).argsort(axis=-1)[..., :2]
+                for row, tokens in enumerate(output["completion_ids"])
+            ]
         if trainer.accelerator.process_index == 0:
             if "idle" in options:
                 output["completion_ids"] = [[*row[:-1], 3] for row in output["completion_ids"]]
@@ -93,6 +117,12 @@ def rollouts_for(options: list[str]):
         return output
 
     return rollouts
+
+
+def loads_of(trainer):
+    """``[L, E]`` of a tree trainer, all steps together; None for other trainers and models."""
+    load = trainer._tree.expert_load if hasattr(trainer, "_tree") else None
+    return None if load is None or not load.observed else load.total.clone()
 
 
 def lora():
@@ -119,8 +149,11 @@ def run(case: str, folder: Path) -> dict:
     if backend.startswith("fsdp2"):
         arguments["fsdp_config"]["transformer_layer_cls_to_wrap"] = [LAYERS[family]]
     config_class, trainer_class = (GRPOConfig, GRPOTrainer) if kind == "stock" else (TreeGRPOConfig, TreeGRPOTrainer)
+    dtype = torch.float32
+    if "bias" in options:
+        dtype, trainer_class = torch.float64, CountedGRPOTrainer if kind == "stock" else trainer_class
     unset_hf_deepspeed_config()  # of the case before
-    model = tiny_model(family, seed=1)  # before the arguments, which would have ZeRO-3 take it over
+    model = tiny_model(family, seed=1, dtype=dtype)  # before the arguments, which would have ZeRO-3 take it over
     torch.manual_seed(0)
     config = config_class(**arguments)
     if backend.startswith("fsdp2"):
@@ -136,6 +169,8 @@ def run(case: str, folder: Path) -> dict:
         peft_config=lora() if "lora" in options else None,
     )
     with ExitStack() as stack:
+        if "bias" in options:
+            stack.enter_context(float64_everywhere(model))
         if {"unarmed", "unflagged"} & set(options):
             stack.callback(plant_untold())
         if kind == "random":
@@ -151,6 +186,7 @@ def run(case: str, folder: Path) -> dict:
         "distributed_type": trainer.accelerator.distributed_type.value,
         "wrapper": type(wrapped).__name__,
         "logs": trainer.state.log_history,
+        "loads": sum(trainer.steps) if hasattr(trainer, "steps") else loads_of(trainer),
         "parameters": {name: value.cpu().clone() for name, value in parameters.items()} if parameters else {},
     }
 

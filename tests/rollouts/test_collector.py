@@ -94,6 +94,27 @@ def test_training_steps_run_with_sharing_and_turn_credit(make_trainer):
         assert entry["tree/forward_tokens"] < entry["tree/expanded_tokens"]
 
 
+def test_routes_of_the_engine_are_replayed(make_trainer):
+    """They come with every row, shared as the tokens are, cover all tokens that are read, and reach the step."""
+    collect = collector()
+    trainer = make_trainer(collect, tree_replay_routing="engine", tree_sharing="always", max_steps=1)
+    rows = collect([prompt for prompt in PROMPTS[:2] for _ in range(4)], trainer)
+    check_rollouts(rows, 8, vocab_size=trainer.model.config.vocab_size)
+    seen = set()
+    for prompt, completion, routes in zip(
+        rows["prompt_ids"], rows["completion_ids"], rows["routed_experts"], strict=True
+    ):
+        missing = len(prompt) + len(completion) - sum(map(len, routes))
+        assert 1 <= missing < 12 and all(one.shape[1:] == (2, 2) for one in routes)  # an answer that nobody reads
+        seen |= {id(one) for one in routes}
+    assert len(seen) < sum(map(len, rows["routed_experts"]))
+    trainer.train()
+    log = trainer.state.log_history[0]
+    # fp32: decoding rounds otherwise than a forward on a tree. None of 3,000 choices flipped here.
+    assert log["tree/engine_routing_flips"] < 0.01
+    assert log["tree/engine_routes_missing"] == log["tree/engine_routes_differing"] == 0
+
+
 def test_recorded_logprobs_are_the_models(make_trainer):
     """Log-probs recorded while sampling equal those of one forward of the whole conversation."""
     collect = collector()

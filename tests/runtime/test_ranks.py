@@ -340,5 +340,6 @@ def test_no_local_plan_is_faster_than_the_bound(execution):
     rng = np.random.default_rng(0)
     rows = [rng.integers(2, VOCAB, 600) for _ in range(16)]
     config = PlannerConfig(max_tokens_per_microbatch=1200, execution=execution)
-    seconds = plan_window(RolloutTree.from_trajectories(rows), config).estimated_seconds
-    assert 0.8 * seconds < placing._least_seconds(rows, config) <= seconds
+    tree = RolloutTree.from_trajectories(rows)
+    seconds = plan_window(tree, config).estimated_seconds
+    assert 0.8 * seconds < placing._least_seconds(tree, config) <= seconds

@@ -231,7 +231,8 @@ def test_flips(checkpointing):
     assert_gradients_close(found["replayed"][0], found["still"][0], GRADIENT_TOLERANCE)
     with pytest.raises(AssertionError):
         assert_gradients_close(found["flipped"][0], found["still"][0], GRADIENT_TOLERANCE)
-    changed, of = found["replayed"][1].routing_flips
+    counts = found["replayed"][1].routes.counts
+    changed, of = counts.flipped, counts.replayed
     assert of == window.tree.num_tokens * 2 * TOP_K  # two layers with experts
     assert 0.3 < changed / of <= 0.5  # one of two choices, unless the next expert was the other choice
     assert found["replayed"][1].recompute_difference < 1e-10 < found["flipped"][1].recompute_difference

@@ -1,12 +1,15 @@
 """A small server that answers as `vllm serve` does, from a tiny model in this process, and can be made to fail."""
 
 import asyncio
+import base64
+import io
 import socket
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import numpy as np
 import torch
 import uvicorn
 from starlette.applications import Starlette
@@ -29,11 +32,19 @@ class FakeVLLM:
             response, or None to go on.
         most_at_once: completions under way at once, at most.
         num_dropped: completions whose client went away meanwhile (told by the faults that look).
+        returns_routes: whether it was started with ``--enable-return-routed-experts``.
     """
 
     def __init__(
-        self, model: Any, *, tokenizer: Any = None, max_model_len: int = 160, logprobs_mode: str = "processed_logprobs"
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        max_model_len: int = 160,
+        logprobs_mode: str = "processed_logprobs",
+        returns_routes: bool = False,
     ) -> None:
+        self.returns_routes = returns_routes
         self.model, self.tokenizer = model, tokenizer
         self.max_model_len, self.logprobs_mode = max_model_len, logprobs_mode
         self.faults: deque[Fault] = deque()
@@ -120,7 +131,20 @@ class FakeVLLM:
                 token = int(passed.nonzero()[0]) if passed.any() else int(scores[row].argmax())
                 rows[index].append(token)
                 self._write(choices[index], token, reported[row], body)
+        for row, choice in zip(rows, choices, strict=True):
+            if self.returns_routes:
+                choice["routed_experts"] = self._routes(row[:-1], body.get("routed_experts_prompt_start", 0))
         return choices
+
+    def _routes(self, tokens: list[int], start: int) -> str:
+        """As vLLM 0.31 writes them: all layers, zeros in those without experts, base64 of a ``.npy`` array."""
+        config = self.model.config
+        found = np.zeros((len(tokens), config.num_hidden_layers, config.num_experts_per_tok), np.uint8)
+        for layer, experts in routes_alone(self.model, tokens).items():
+            found[:, layer] = experts
+        written = io.BytesIO()
+        np.save(written, found[start:], allow_pickle=False)
+        return base64.b64encode(written.getbuffer()).decode("ascii")
 
     def _choice(self, index: int, body: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -130,6 +154,7 @@ class FakeVLLM:
             "token_ids": [],
             "prompt_token_ids": body["prompt"],
             "logprobs": {"tokens": [], "token_logprobs": [], "top_logprobs": []},
+            "routed_experts": None,
         }
 
     def _write(self, choice: dict[str, Any], token: int, logprobs: torch.Tensor, body: dict[str, Any]) -> None:
@@ -147,6 +172,25 @@ class FakeVLLM:
             choice.update(finish_reason="stop", stop_reason=found[0])
         elif len(choice["token_ids"]) == body["max_tokens"]:
             choice["finish_reason"] = "length"
+
+
+def routes_alone(model: Any, tokens: list[int]) -> dict[int, np.ndarray]:
+    """``[T, k]`` by number of the layer, the experts of one conversation's tokens in a forward of its own."""
+    found: dict[int, np.ndarray] = {}
+    handles = []
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("TopkRouter") or type(module).__name__.endswith("TopKRouter"):
+            layer = int(name.split(".")[2])
+            handles.append(
+                module.register_forward_hook(
+                    lambda _, inputs, answer, layer=layer: found.update({layer: answer[2].numpy()})
+                )
+            )
+    with torch.no_grad():
+        model(input_ids=torch.tensor([tokens]))
+    for handle in handles:
+        handle.remove()
+    return found
 
 
 def processed(logits: torch.Tensor, body: dict[str, Any]) -> torch.Tensor:

@@ -7,55 +7,18 @@ import pytest
 import torch
 from peft import LoraConfig
 from support import recorded
+from support.counted import SPEED, CountedGRPOTrainer
 from support.models import tiny_model
 from support.trainer_runs import assert_same_training, run_trainer
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer, UnsupportedModelError
 from harts_hf.trainers.expert_load import send_bias_to_engines
 
-SPEED = 0.05
 SHARED = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64}
 # Truncated rows count with their prompts.
 OPTIONS = {"mask_truncated_completions": True, "max_steps": 10, "learning_rate": 0.005}
-
-
-class CountedGRPOTrainer(GRPOTrainer):
-    """Stock TRL that counts what routers choose in its losses' forwards, padding aside, and moves the bias by it."""
-
-    speed = SPEED
-
-    def __init__(self, model, *args, **kwargs):
-        super().__init__(model, *args, **kwargs)
-        self.routers = [m for m in model.modules() if type(m).__name__.endswith("TopkRouter")]
-        self.counts, self.mask, self.steps = torch.zeros(len(self.routers), 8, dtype=torch.int64), None, []
-        for number, router in enumerate(self.routers):
-            router.register_forward_hook(lambda _, inputs, answer, number=number: self.count(number, answer[2]))
-        trainer = self
-
-        class Update(TrainerCallback):
-            def on_optimizer_step(self, args, state, control, **kwargs):
-                trainer.update()
-
-        self.add_callback(Update())
-
-    def count(self, number, experts):
-        if torch.is_grad_enabled() and self.mask is not None:
-            self.counts[number] += torch.bincount(experts[self.mask].flatten(), minlength=8)
-
-    def update(self):
-        self.steps.append(self.counts.clone())
-        for router, load in zip(self.routers, self.counts.double(), strict=True):
-            router.e_score_correction_bias += self.speed * torch.sign(load.mean() - load)
-        self.counts.zero_()
-
-    def _compute_loss(self, model, inputs):
-        self.mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).flatten().bool()
-        try:
-            return super()._compute_loss(model, inputs)
-        finally:
-            self.mask = None
 
 
 def trainer_of(model):
@@ -118,7 +81,7 @@ def test_bias_after_ten_steps(family, tmp_path):
 
 
 def test_load_without_a_scoring_pass(tmp_path):
-    """Counted once where scoring is left out, where layers are computed twice, and where one forward does all."""
+    """Counted once where scoring is left out or kept, where layers are computed twice, where one forward does all."""
     found = []
     for options in (
         {"tree_execution": "nested", "gradient_checkpointing": True},
@@ -128,7 +91,8 @@ def test_load_without_a_scoring_pass(tmp_path):
         options = {**SHARED, "router_aux_loss_coef": 0.0, "max_steps": 1, **options}
         run = run_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, family="qwen3_next", **options)
         found.append(run[2]._tree.expert_load.latest)
-        assert run[1][0]["tree/scoring_skipped"] == (options.get("tree_execution") == "nested")
+        assert run[1][0]["tree/scoring_skipped"] == ("tree_execution" in options)
+        assert run[1][0]["tree/scoring_kept"] == ("num_iterations" in options)
     expanded = run[1][0]["tree/expanded_tokens"]
     for load in found:
         assert torch.equal(load, found[0])
@@ -178,5 +142,5 @@ def test_refusals(tmp_path):
     for speed in (-0.1, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="tree_expert_bias_update_speed to be a finite number of at least 0"):
             TreeGRPOConfig(output_dir=str(tmp_path), use_cpu=True, tree_expert_bias_update_speed=speed)
-    with pytest.raises(UnsupportedModelError, match=r"mixture of experts with tree_replay_routing=True"):
+    with pytest.raises(UnsupportedModelError, match=r"mixture of experts with tree_replay_routing='scoring'"):
         run_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, family="qwen3_5_text", tree_replay_routing=True)

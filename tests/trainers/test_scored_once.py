@@ -94,7 +94,7 @@ def test_a_first_step_is_not_scored_again(execution, tmp_path, monkeypatch):
             assert one[name] == pytest.approx(other[name], abs=1e-6), name
 
 
-@pytest.mark.parametrize("options", [{"tree_replay_routing": True}, {"router_aux_loss_coef": 0.1}])
+@pytest.mark.parametrize("options", [{"tree_replay_routing": "scoring"}, {"router_aux_loss_coef": 0.1}])
 def test_passes_that_a_step_needs_itself(options, tmp_path):
     """Routes that later forwards take, and routers' sums, come from the step's own pass."""
     trainer = Watching(
@@ -106,8 +106,8 @@ def test_passes_that_a_step_needs_itself(options, tmp_path):
         rollout_func=recorded.rollout_func,
     )
     assert trainer._tree.weights_to_keep(trainer.model) is None
-    for name in options:
-        setattr(trainer.args, name, 0)
+    trainer._tree.routing.mode = "off"
+    trainer.args.router_aux_loss_coef = 0
     trainer.aux_loss_enabled = False
     assert trainer._tree.weights_to_keep(trainer.model) is not None
 

@@ -17,9 +17,21 @@ from harts_hf.modeling.families import family_of
 from harts_hf.verify import comparison, verify
 from harts_hf.verify.draws import draw_trajectories
 from harts_hf.verify.kinds import parameter_kinds
+from harts_hf.verify.layers import LayeredOracle
+from harts_hf.verify.oracle import build_oracle
 from harts_hf.verify.roundings import RandomRoundings
 from harts_hf.verify.verdict import GradientErrors, LogProbs, judge
-from harts_hf.verify.ways import AGAIN, BATCHED, EXPANDED, JUDGED, ORACLE, ROUNDED, TREE, measure_expanded
+from harts_hf.verify.ways import (
+    AGAIN,
+    BATCHED,
+    EXPANDED,
+    JUDGED,
+    ORACLE,
+    ROUNDED,
+    TREE,
+    measure_expanded,
+    measure_oracle,
+)
 
 
 def trees(count: int = 4) -> list[RolloutTree]:
@@ -111,6 +123,44 @@ def test_the_oracle_runs_no_foreign_kernels(family, monkeypatch):
         measure_expanded(model, rows, weights)
     with pytest.raises(AssertionError, match="a foreign kernel ran"):
         measure_expanded(model, rows, weights)
+
+
+@pytest.mark.essential("bailing_hybrid")
+@pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_5_text", "qwen3_next"])
+def test_an_oracle_by_layers_is_the_copy_in_float64(family):
+    """Log-probs bit for bit, gradients to the float32 of their sums; weights that are used twice; the model stays."""
+    model = tiny_model(family, dtype=torch.bfloat16, seed=3, tie_word_embeddings=family == "qwen3_5_text").eval()
+    model.model.layers[0].requires_grad_(False)
+    before = [(name, parameter) for name, parameter in model.named_parameters()]
+    buffers = [(name, buffer) for name, buffer in model.named_buffers()]
+    rows = [row for row in branching(65, vocab=VOCAB) if len(row) > 1][:3]
+    weights = [torch.randn(len(row) - 1) for row in rows]
+    router_loss = 0.5 if family in MOE_FAMILIES else 0.0
+    copied = measure_oracle(build_oracle(model), rows, weights, router_loss=router_loss)
+    layered = measure_oracle(LayeredOracle(model), rows, weights, router_loss=router_loss)
+    assert torch.equal(layered.log_probs, copied.log_probs)
+    assert layered.gradients.keys() == copied.gradients.keys() and len(layered.gradients) < len(before)
+    for name, exact in copied.gradients.items():
+        assert (layered.gradients[name] - exact).abs().max() <= 1e-6 * exact.abs().max(), name
+    assert all(a[0] == b[0] and a[1] is b[1] for a, b in zip(before, model.named_parameters(), strict=True))
+    assert all(a[0] == b[0] and a[1] is b[1] for a, b in zip(buffers, model.named_buffers(), strict=True))
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_memory_decides_which_oracle(monkeypatch):
+    """A copy where it fits, layers where their sums do, and none elsewhere; the verdict by layers is the copy's."""
+    model = tiny_model("qwen3_5_text", dtype=torch.bfloat16, seed=3)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    found = {}
+    for per_parameter, kind in ((37, torch.nn.Module), (35, LayeredOracle), (11, type(None))):
+        monkeypatch.setattr("harts_hf.verify.oracle._free_bytes", lambda _, size=per_parameter * count: size)
+        assert isinstance(build_oracle(model), kind)
+        found[kind] = verify(model, [branching(3, vocab=VOCAB)])
+    assert [one.reference for one in found.values()] == [ORACLE, ORACLE, EXPANDED]
+    copied, layered, _ = found.values()
+    for one, other in zip(copied.kinds, layered.kinds, strict=True):
+        assert other.ratio == pytest.approx(one.ratio, rel=1e-3)
 
 
 def test_the_model_is_left_as_it_was():

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from harts_hf.rollouts.engines.drawing import Draw, TokenDrawer
 from harts_hf.rollouts.engines.engine import EngineError
 from harts_hf.rollouts.engines.kept import KeptStates, history_key, key_of_beginning
+from harts_hf.rollouts.engines.routes import RouterTap
 from harts_hf.rollouts.engines.states import RowStates, join
 from harts_hf.rollouts.engines.turns import Turn
 
@@ -43,14 +44,18 @@ class DecodingBatch:
         model: the policy.
         drawer: draws next tokens.
         kept: gets the states at the ends of histories and turns.
+        tap: notes experts of the tokens that are read.
 
     Attributes:
         rows: that are being sampled.
         num_read_tokens: tokens read so far, each once for all the turns that share it.
     """
 
-    def __init__(self, model: PreTrainedModel, *, drawer: TokenDrawer, kept: KeptStates) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, drawer: TokenDrawer, kept: KeptStates, tap: RouterTap | None = None
+    ) -> None:
         self._model = model
+        self._tap = tap
         self._drawer = drawer
         self._kept = kept
         self._states: RowStates | None = None
@@ -82,7 +87,7 @@ class DecodingBatch:
             EngineError: the model's logits are not numbers.
         """
         assert self._states is not None
-        logits = self._states.read(self._model, [row.unread[:1] for row in self.rows])
+        logits = self._states.read(self._model, [row.unread[:1] for row in self.rows], tap=self._tap)
         self.num_read_tokens += len(self.rows)
         draws = self._draw(logits)
         ended: list[Turn] = []
@@ -102,6 +107,7 @@ class DecodingBatch:
                 if math.isnan(draw.logprob):
                     raise EngineError("expected logits that are numbers, got NaN: are the model's weights finite?")
                 if turn.add(draw):
+                    turn.routes = self._states.routes[index]
                     ended.append(turn)
                     kept[index] = row.key + history_key(turn.token_ids[:-1])
                 else:

@@ -8,8 +8,11 @@ a server merely waits. So many conversations are in flight at once, each at a tu
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 class EngineError(RuntimeError):
@@ -72,6 +75,8 @@ class TurnRequest:
         count: continuations, drawn independently.
         stop: texts that end a turn when its decoded text contains one; the tokens that hold it belong to the turn.
         entropies: whether the turns' entropies are wanted.
+        routes_from: the first token of the history whose experts are wanted, with those of all that follow; None for
+            none. What an earlier request has said need not be said again.
     """
 
     history: tuple[int, ...]
@@ -80,8 +85,13 @@ class TurnRequest:
     count: int = 1
     stop: tuple[str, ...] = ()
     entropies: bool = False
+    routes_from: int | None = None
 
     def __post_init__(self) -> None:
+        if self.routes_from is not None and not 0 <= self.routes_from <= len(self.history):
+            raise ValueError(
+                f"expected routes_from in [0, {len(self.history)}], tokens of the history, got {self.routes_from}"
+            )
         if not self.history or self.max_tokens < 1 or self.count < 1:
             raise ValueError(
                 "expected a history of at least one token, max_tokens and count of at least 1, got "
@@ -100,12 +110,17 @@ class SampledTurn:
         ended: what ended it: an end token, a text of the request's ``stop``, or ``max_tokens``.
         entropies: ``[T]`` in nats, of the tempered distribution that each token was drawn from; None unless asked
             for. An engine that sees the likeliest tokens only gives that of those, the rest taken as one token.
+        routed_experts: ``[R, L, k]`` integers, the experts in each layer (or in each layer with a router) of the R
+            tokens from the request's ``routes_from`` on that were read: the rest of the history, and the turn's but
+            the last, which whoever continues the turn will read. -1 where the engine does not know. None unless asked
+            for.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     ended: Literal["end_token", "stop_text", "length"]
     entropies: tuple[float, ...] | None = None
+    routed_experts: NDArray[np.integer[Any]] | None = field(default=None, compare=False)
 
 
 class Engine(ABC):
@@ -114,9 +129,11 @@ class Engine(ABC):
     Attributes:
         max_positions: tokens that a history and its turn may have together; None where unknown.
         vocab_size: token ids lie below it.
+        returns_routes: whether requests with ``routes_from`` are answered; engines that do not refuse them.
     """
 
     max_positions: int | None = None
+    returns_routes: bool = False
     vocab_size: int
 
     @abstractmethod
@@ -127,8 +144,8 @@ class Engine(ABC):
             A future of ``request.count`` turns. Cancelling it before it has begun drops it.
 
         Raises:
-            ValueError: a history outside the vocabulary, or one that leaves no room for ``max_tokens`` of at least 1
-                (``max_tokens`` beyond the room is cut to it).
+            ValueError: routes of an engine that returns none; a history outside the vocabulary, or one that leaves no
+                room for ``max_tokens`` of at least 1 (``max_tokens`` beyond the room is cut to it).
         """
 
     @abstractmethod

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from harts_hf.rollouts.engines.batch import Row
 from harts_hf.rollouts.engines.kept import KeptStates, key_of_beginning
+from harts_hf.rollouts.engines.routes import RouterTap
 from harts_hf.rollouts.engines.states import RowStates, join
 
 # A forward of several tokens costs more than one of a single token, so a few tokens are read one a round instead.
@@ -25,6 +26,7 @@ class HistoryReader:
         model: the policy.
         kept: finds states, and gets those that were read here.
         max_prefill_tokens: most tokens, padding included, of one forward of several rows.
+        tap: notes experts of the tokens that are read.
         single_tokens: a rest of at most so many tokens is left unread, for the decoding batch to read one by one;
             None for what pays.
 
@@ -33,10 +35,17 @@ class HistoryReader:
     """
 
     def __init__(
-        self, model: PreTrainedModel, kept: KeptStates, *, max_prefill_tokens: int, single_tokens: int | None
+        self,
+        model: PreTrainedModel,
+        kept: KeptStates,
+        *,
+        max_prefill_tokens: int,
+        single_tokens: int | None,
+        tap: RouterTap | None = None,
     ) -> None:
         self._model = model
         self._kept = kept
+        self._tap = tap
         self._max_prefill_tokens = max_prefill_tokens
         self._single_tokens = single_tokens
         self._zero = RowStates.zero(model)
@@ -94,7 +103,8 @@ class HistoryReader:
         counts = [len(row.unread) - 1 for row in rows]
         if max(states.lengths) > 0:
             counts = [min(counts)] * len(counts)
-        states.read(self._model, [row.unread[:count] for row, count in zip(rows, counts, strict=True)])
+        tokens = [row.unread[:count] for row, count in zip(rows, counts, strict=True)]
+        states.read(self._model, tokens, tap=self._tap)
         self.num_read_tokens += sum(counts)
         for row, count in zip(rows, counts, strict=True):
             row.unread = row.unread[count:]

@@ -12,6 +12,7 @@ their convolution gets the columns before), so none of them is fed token by toke
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from harts_hf.rollouts.engines.engine import EngineError
+from harts_hf.rollouts.engines.routes import ReadRoutes, RouterTap
 
 
 class RowStates:
@@ -29,11 +31,15 @@ class RowStates:
 
     Attributes:
         lengths: ``[R]`` tokens that each row has read. Keys and values have as many columns as the longest row.
+        routes: ``[R]`` experts of those tokens; None where nobody notes them.
     """
 
-    def __init__(self, cache: DynamicCache, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, cache: DynamicCache, lengths: Sequence[int], routes: Sequence[ReadRoutes | None] | None = None
+    ) -> None:
         self._cache = cache
         self.lengths = list(lengths)
+        self.routes: list[ReadRoutes | None] = [None] * len(lengths) if routes is None else list(routes)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -60,12 +66,13 @@ class RowStates:
         )
 
     @torch.no_grad()
-    def read(self, model: PreTrainedModel, tokens: Sequence[Sequence[int]]) -> Tensor:
+    def read(self, model: PreTrainedModel, tokens: Sequence[Sequence[int]], *, tap: RouterTap | None = None) -> Tensor:
         """Has each row read its next tokens.
 
         Args:
             model: the one that made the states.
             tokens: for each of the R rows, at least one; as many in every row, except where no row has read any yet.
+            tap: notes the experts of the tokens.
 
         Returns:
             ``[R, V]`` logits of each row's next token.
@@ -78,15 +85,22 @@ class RowStates:
         device = model.device
         padding = torch.tensor([[width - length] for length in self.lengths], device=device)
         columns = torch.arange(width, device=device)
-        output = model(
-            input_ids=torch.tensor([[0] * (size - len(row)) + list(row) for row in tokens], device=device),
-            # Without padding no mask at all: the same kernels as for one conversation alone.
-            attention_mask=(columns >= padding).long() if min(self.lengths) < width else None,
-            position_ids=(columns[before:] - padding).clamp(min=0),
-            cache=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with tap or nullcontext():
+            output = model(
+                input_ids=torch.tensor([[0] * (size - len(row)) + list(row) for row in tokens], device=device),
+                # Without padding no mask at all: the same kernels as for one conversation alone.
+                attention_mask=(columns >= padding).long() if min(self.lengths) < width else None,
+                position_ids=(columns[before:] - padding).clamp(min=0),
+                cache=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        if tap is not None:
+            experts = tap.experts(len(tokens))
+            self.routes = [
+                ReadRoutes(before, experts[row, size - len(of_row) :], length)
+                for row, (before, of_row, length) in enumerate(zip(self.routes, tokens, self.lengths, strict=True))
+            ]
         logits: Tensor = output.logits[:, -1]
         return logits
 
@@ -132,6 +146,7 @@ def join(parts: Sequence[tuple[RowStates, Sequence[int]]]) -> RowStates:
     """
     parts = [(part, rows) for part, rows in parts if rows]
     lengths = [part.lengths[row] for part, rows in parts for row in rows]
+    routes = [part.routes[row] for part, rows in parts for row in rows]
     width = max(lengths)
     caches = [part._cache for part, _ in parts]
     indices = [torch.tensor(rows, device=_device_of(cache)) for cache, (_, rows) in zip(caches, parts, strict=True)]
@@ -151,7 +166,7 @@ def join(parts: Sequence[tuple[RowStates, Sequence[int]]]) -> RowStates:
                 [_aligned(old.values, rows, width) for old, rows in zip(layers, indices, strict=True)]
             )
         joined.layers.append(layer)
-    return RowStates(joined, lengths)
+    return RowStates(joined, lengths, routes)
 
 
 def _cat_states(states: Sequence[dict[int, Tensor | None]], indices: Sequence[Tensor]) -> dict[int, Tensor | None]:

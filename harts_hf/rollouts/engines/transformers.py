@@ -20,6 +20,7 @@ from harts_hf.rollouts.engines.drawing import TokenDrawer
 from harts_hf.rollouts.engines.engine import Engine, EngineError, SampledTurn, SamplingSettings, TurnRequest
 from harts_hf.rollouts.engines.kept import KeptStates, history_key
 from harts_hf.rollouts.engines.reading import HistoryReader
+from harts_hf.rollouts.engines.routes import RouterTap
 from harts_hf.rollouts.engines.turns import StopFinder, Turn
 
 _ASK_AGAIN_SECONDS = 0.1
@@ -59,9 +60,11 @@ class TransformersEngine(Engine):
         max_prefill_tokens: most tokens of one forward that reads several histories (a longer one is read alone).
         single_tokens: a rest of a history of at most so many tokens is read one a round, along with the turns that
             are being sampled; by default as many as pays on the device (:class:`HistoryReader`).
+        returns_routes: whether experts are noted, for requests with ``routes_from``.
 
     Raises:
         EngineError: a model whose states cannot be kept.
+        ValueError: routes of a model without routers.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class TransformersEngine(Engine):
         max_kept_bytes: int | None = None,
         max_prefill_tokens: int = 16384,
         single_tokens: int | None = None,
+        returns_routes: bool = False,
     ) -> None:
         config = model.config.get_text_config()
         self.vocab_size = config.vocab_size
@@ -82,10 +86,12 @@ class TransformersEngine(Engine):
         self._tokenizer = tokenizer
         self._max_turns = max_turns
         self._kept = KeptStates(_room_for_states(model.device) if max_kept_bytes is None else max_kept_bytes)
+        self.returns_routes = returns_routes
+        tap = RouterTap(model) if returns_routes else None
         self._reader = HistoryReader(
-            model, self._kept, max_prefill_tokens=max_prefill_tokens, single_tokens=single_tokens
+            model, self._kept, max_prefill_tokens=max_prefill_tokens, single_tokens=single_tokens, tap=tap
         )
-        self._batch = DecodingBatch(model, drawer=TokenDrawer(settings), kept=self._kept)
+        self._batch = DecodingBatch(model, drawer=TokenDrawer(settings), kept=self._kept, tap=tap)
         self._jobs: dict[Turn, _Job] = {}  # of the turns in flight
         # Shared with the threads that submit; the condition guards these and nothing else.
         self._changed = threading.Condition()
@@ -139,6 +145,8 @@ class TransformersEngine(Engine):
             )
         if request.stop and self._tokenizer is None:
             raise ValueError("expected a tokenizer given to the engine for requests with stop texts, got None")
+        if request.routes_from is not None and not self.returns_routes:
+            raise ValueError("expected returns_routes=True for requests with routes_from, got False")
         if "" in request.stop:
             raise ValueError("expected stop texts of at least one character, got an empty one")
         return key

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from harts_hf.rollouts.engines.drawing import Draw
 from harts_hf.rollouts.engines.engine import SampledTurn, TurnRequest
+from harts_hf.rollouts.engines.routes import ReadRoutes
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode a part of a character to
 
@@ -27,6 +28,7 @@ class Turn:
     Attributes:
         entropies: whether they are wanted.
         token_ids: sampled so far.
+        routes: when it is over, the experts of the tokens read; None where nobody notes them.
     """
 
     # There are many, and what has no dictionary costs the garbage collector less.
@@ -37,8 +39,10 @@ class Turn:
         "_logprobs",
         "_max_tokens",
         "_random",
+        "_routes_from",
         "_stop",
         "entropies",
+        "routes",
         "token_ids",
     )
 
@@ -51,6 +55,8 @@ class Turn:
         self.entropies = request.entropies
         self._end_token_ids = end_token_ids
         self._stop = stop
+        self._routes_from = request.routes_from
+        self.routes: ReadRoutes | None = None
         self.token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._entropies: list[float] | None = [] if request.entropies else None
@@ -81,11 +87,13 @@ class Turn:
     def result(self) -> SampledTurn:
         """The turn when it is over."""
         assert self._ended is not None
+        start, routes = self._routes_from, self.routes
         return SampledTurn(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self._logprobs),
             ended=self._ended,
             entropies=None if self._entropies is None else tuple(self._entropies),
+            routed_experts=None if start is None or routes is None else routes.since(start),
         )
 
 

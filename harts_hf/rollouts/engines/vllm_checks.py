@@ -96,7 +96,7 @@ def check_tokenizer(client: ServerClient, model: str, tokenizer: Any) -> None:
         )
 
 
-def check_sampling(client: ServerClient, model: str, vocab_size: int) -> None:
+def check_sampling(client: ServerClient, model: str, vocab_size: int, *, returns_routes: bool = False) -> None:
     """Checks by a few tokens that log-probs are those of the distribution that tokens are drawn from.
 
     Where a single token is allowed, it is drawn with probability one. A server that reports anything else
@@ -107,11 +107,13 @@ def check_sampling(client: ServerClient, model: str, vocab_size: int) -> None:
         client: of the server.
         model: the served model's name.
         vocab_size: the trainer's.
+        returns_routes: whether experts have to come with tokens.
 
     Raises:
-        EngineError: other log-probs; a smaller vocabulary; an answer without token ids or log-probs.
+        EngineError: other log-probs; a smaller vocabulary; an answer without token ids, log-probs or routes.
     """
-    request = TurnRequest(history=(vocab_size - 1,), max_tokens=_TRIAL_TOKENS, seed=0)
+    routes_from = 0 if returns_routes else None
+    request = TurnRequest(history=(vocab_size - 1,), max_tokens=_TRIAL_TOKENS, seed=0, routes_from=routes_from)
     body = completion_body(request, _TRIAL, model=model, max_tokens=_TRIAL_TOKENS, num_top_logprobs=0)
     # Any token will do that the policy does not repeat all by itself.
     body["allowed_token_ids"] = [vocab_size // 2]
@@ -124,7 +126,10 @@ def check_sampling(client: ServerClient, model: str, vocab_size: int) -> None:
                 f"model's? {error}"
             ) from error
         raise
-    (turn,) = read_turns(answer, request, _TRIAL, max_tokens=_TRIAL_TOKENS, vocab_size=vocab_size)
+    try:
+        (turn,) = read_turns(answer, request, _TRIAL, max_tokens=_TRIAL_TOKENS, vocab_size=vocab_size)
+    except EngineError as error:
+        raise EngineError(f"{client.url}{PATH}: {error}") from error
     if min(turn.logprobs) < -_CERTAIN:
         raise EngineError(
             f"expected the server at {client.url} to report log-probs of what it draws from, got others: start it "

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from harts_hf.rollouts.engines.engine import EngineError, SampledTurn, SamplingSettings, TurnRequest
+from harts_hf.rollouts.engines.vllm_routes import FIELD, START, read_routes
 
 PATH = "/v1/completions"
 # vLLM raises temperatures between 0 and this to it.
@@ -59,6 +60,7 @@ def completion_body(
         "logprobs": num_top_logprobs if request.entropies else 0,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
+        **({} if request.routes_from is None else {START: request.routes_from}),
     }
 
 
@@ -117,11 +119,15 @@ def _turn(
     names = [f"token_id:{token}" for token in tokens]
     if logprobs.get("tokens", names) != names:
         raise ValueError("expected log-probs of the tokens sampled, got those of others")
+    num_read = len(request.history) + len(tokens) - 1
     return SampledTurn(
         token_ids=tuple(tokens),
         logprobs=_logprobs(logprobs.get("token_logprobs"), len(tokens)),
         ended=_ending(choice, tokens[-1], settings),
         entropies=_entropies(logprobs.get("top_logprobs"), len(tokens)) if request.entropies else None,
+        routed_experts=(
+            None if request.routes_from is None else read_routes(choice.get(FIELD), num_read - request.routes_from)
+        ),
     )
 
 

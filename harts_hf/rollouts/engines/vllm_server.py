@@ -76,6 +76,7 @@ class VLLMServerEngine(Engine):
         max_positions: the trainer's limit, if any; the server's own is asked for.
         options: how the server is asked.
         server_timeout: seconds for which a server that is just starting is waited for.
+        returns_routes: whether the server has to return routes (``--enable-return-routed-experts``).
 
     Attributes:
         model: the served model's name.
@@ -84,7 +85,7 @@ class VLLMServerEngine(Engine):
 
     Raises:
         ValueError: an address that is none; a temperature that vLLM would not keep.
-        EngineError: no server, no such model, or log-probs of another distribution than the drawn one.
+        EngineError: no server, no such model, log-probs of another distribution than the drawn one, or no routes.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class VLLMServerEngine(Engine):
         max_positions: int | None = None,
         options: ServerOptions | None = None,
         server_timeout: float = 0.0,
+        returns_routes: bool = False,
     ) -> None:
         if settings.temperature < MIN_TEMPERATURE:
             raise ValueError(
@@ -104,7 +106,7 @@ class VLLMServerEngine(Engine):
                 f"{settings.temperature}"
             )
         self._settings, self._options = settings, options or ServerOptions()
-        self.vocab_size = vocab_size
+        self.vocab_size, self.returns_routes = vocab_size, returns_routes
         self.probe_gap: float | None = None
         self._changed, self._count = threading.Event(), threading.Lock()
         self._num_read = 0
@@ -117,7 +119,7 @@ class VLLMServerEngine(Engine):
         try:
             wait_until_ready(self.client, server_timeout)
             served = served_model(self.client, model)
-            check_sampling(self.client, served.name, vocab_size)
+            check_sampling(self.client, served.name, vocab_size, returns_routes=returns_routes)
         except BaseException:
             self.client.close()
             raise
@@ -126,7 +128,9 @@ class VLLMServerEngine(Engine):
         self.max_positions = min(limits, default=None)
 
     @classmethod
-    def from_trainer(cls, trainer: Any, *, options: ServerOptions | None = None) -> "VLLMServerEngine":
+    def from_trainer(
+        cls, trainer: Any, *, options: ServerOptions | None = None, returns_routes: bool = False
+    ) -> "VLLMServerEngine":
         """The engine of a TRL trainer with ``use_vllm=True, vllm_mode="server"``; every process calls it.
 
         Address, patience and sampling settings are the trainer's. The first call of a step, that is after each
@@ -136,6 +140,7 @@ class VLLMServerEngine(Engine):
         Args:
             trainer: a ``GRPOTrainer``.
             options: how the server is asked.
+            returns_routes: see the class.
 
         Raises:
             ValueError: another vLLM mode, or settings of the trainer that this engine would ignore.
@@ -157,6 +162,7 @@ class VLLMServerEngine(Engine):
                     max_positions=getattr(config, "max_position_embeddings", None),
                     options=options,
                     server_timeout=args.vllm_server_timeout,
+                    returns_routes=returns_routes,
                 )
                 check_tokenizer(engine.client, engine.model, tokenizer)
             assert engine is not None
@@ -210,6 +216,8 @@ class VLLMServerEngine(Engine):
         wrong = next((token for token in request.history if not 0 <= token < self.vocab_size), None)
         if wrong is not None:
             raise ValueError(f"expected a history of token ids below {self.vocab_size}, got {wrong}")
+        if request.routes_from is not None and not self.returns_routes:
+            raise ValueError("expected returns_routes=True for requests with routes_from, got False")
         if self.max_positions is None:
             return request.max_tokens
         room = self.max_positions - len(request.history)

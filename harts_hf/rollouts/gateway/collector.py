@@ -9,9 +9,9 @@ from typing import Any
 
 from harts_hf.rollouts.calls import Calls
 from harts_hf.rollouts.engines import Engine, SamplingSettings
-from harts_hf.rollouts.engines.opening import open_engine
+from harts_hf.rollouts.engines.opening import open_engine, wants_routes
 from harts_hf.rollouts.engines.vllm_server import VLLMServerEngine
-from harts_hf.rollouts.episodes import ABSENT
+from harts_hf.rollouts.episodes import ABSENT, ROUTED_EXPERTS, TRUNCATED
 from harts_hf.rollouts.gateway.agents import Agent, AgentAccess, AgentFailure, checked_reward
 from harts_hf.rollouts.gateway.commands import as_agent
 from harts_hf.rollouts.gateway.episodes import (
@@ -139,10 +139,11 @@ class AgentRolloutCollector:
             trainer: the ``GRPOTrainer``; policy, tokenizer, sampling settings, limits and seed are its own.
 
         Returns:
-            For each sample ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask`` and ``episode`` (the index
-            of its prompt); for each prompt ``agent_reward`` (float or None), ``num_turns`` and ``tree`` (ints). An
-            episode that is left out has no sample. ``exact_env_mask`` is True: the masks are of draws, so samples of
-            an episode need not be compared for tokens that recur.
+            For each sample ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask``, ``episode`` (the index of
+            its prompt) and, where the trainer replays the engine's routes, ``routed_experts``; for each prompt
+            ``agent_reward`` (float or None), ``truncated`` (whether a limit ended the episode: turns, length or
+            time), ``num_turns`` and ``tree`` (ints). An episode that is left out has no sample. ``exact_env_mask`` is
+            True: the masks are of draws, so samples of an episode need not be compared for tokens that recur.
 
         Raises:
             AgentError: every agent failed (with ``failure_reward``: before it sampled anything); where there are
@@ -301,10 +302,12 @@ class AgentRolloutCollector:
                 key: [getattr(row, key) for _, row in trained]
                 for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask")
             },
+            **({ROUTED_EXPERTS: [row.routed_experts for _, row in trained]} if wants_routes(trainer.args) else {}),
             "exact_env_mask": True,
             "episode": [index for index, _ in trained],
             ABSENT: [episode.failure is not None and episode.reward is None for episode in episodes],
             "agent_reward": [episode.reward for episode in episodes],
+            TRUNCATED: [episode.truncated for episode in episodes],
             "num_turns": [episode.num_turns for episode in episodes],
             "tree": [episode.tree for episode in episodes],
         }
@@ -341,7 +344,7 @@ class AgentRolloutCollector:
         chat_format = self._format[1]
         if trainer.use_vllm:
             _reconnect(chat_format, engine)
-        return EngineTurns(engine, chat_format, end_ids=end_ids, limits=limits)
+        return EngineTurns(engine, chat_format, end_ids=end_ids, limits=limits, routes=wants_routes(trainer.args))
 
     def _new_format(self, tokenizer: Any, engine: Engine | None) -> ChatFormat:
         if callable(self._chat_format):
@@ -375,7 +378,8 @@ agent_reward.reads_texts = False  # type: ignore[attr-defined]
 
 def _vllm_chat(trainer: Any, tokenizer: Any, limits: LengthLimits, engine: Engine) -> TurnSource:
     settings = SamplingSettings.from_args(trainer.args, tuple(trainer.eos_token_ids))
-    return VLLMChatTurns(tokenizer, VLLMServer.of_engine(engine), settings=settings, limits=limits)
+    server, routes = VLLMServer.of_engine(engine), wants_routes(trainer.args)
+    return VLLMChatTurns(tokenizer, server, settings=settings, limits=limits, routes=routes)
 
 
 def _reconnect(chat_format: ChatFormat, engine: Engine) -> None:

@@ -3,7 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from harts_hf.rollouts.engines import SampledTurn
 from harts_hf.rollouts.gateway.answers import AssistantMessage
@@ -11,6 +14,8 @@ from harts_hf.rollouts.gateway.formats import ChatFormat
 from harts_hf.rollouts.gateway.pieces import Piece, cut
 from harts_hf.rollouts.gateway.requests import ChatRequest
 from harts_hf.rollouts.gateway.splicing import Drift, History, extend, splice
+
+Routes = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +28,15 @@ class EpisodeRow:
         logprobs: ``[T]`` as drawn; 0.0 where nothing was sampled.
         env_mask: ``[T]`` 1 where a token was sampled for this row. No draw is in two rows; two independent draws that
             coincide (the same history, the same token) are each in their own.
+        routed_experts: ``[t, L, k]`` arrays, one behind the other: the engine's routes of the first tokens, prompt and
+            completion; None where it was not asked for them.
     """
 
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
     env_mask: list[int]
+    routed_experts: list[Routes] | None = None
 
 
 @dataclass
@@ -41,6 +49,7 @@ class _Row:
         head: token ids of that piece before the answer.
         request: what the last answer answers.
         history: ids before the last answer.
+        routes: of its first ids, in pieces.
     """
 
     ids: list[int]
@@ -52,6 +61,7 @@ class _Row:
     history: int = 0
     logprobs: list[float] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
+    routes: list[Routes] = field(default_factory=list)
 
 
 class Spliced(NamedTuple):
@@ -139,13 +149,18 @@ class Recording:
         drift = Drift.FORK if self._rows else None
         return Spliced(ids, cut(ids, self._format), drift, 0, None, 0, len(ids))
 
+    def num_routed(self, history: Spliced) -> int:
+        """Ids of a history whose routes are known from earlier turns."""
+        return 0 if history.row is None else sum(map(len, self._rows[history.row].routes))
+
     def record(self, history: Spliced, turns: Sequence[SampledTurn], request: ChatRequest) -> None:
         """Adds turns that were drawn from one history.
 
         The first continues the history's row, unless another turn did so meanwhile; the others begin rows.
         """
         for number, turn in enumerate(turns):
-            row = None if history.row is None or number else self._rows[history.row]
+            held = None if history.row is None else self._rows[history.row]
+            row = None if number else held
             drift = history.drift if number == 0 else Drift.FORK
             if row is not None and len(row.ids) != history.row_length:
                 row, drift = None, Drift.FORK
@@ -166,6 +181,11 @@ class Recording:
             row.ids += turn.token_ids
             row.logprobs += turn.logprobs
             row.mask += [1] * len(turn.token_ids)
+            if turn.routed_experts is not None:
+                # They end before the turn's last token. What earlier turns of the row have said stays.
+                start = len(row.ids) - 1 - len(turn.routed_experts)
+                begun = row.routes or _first(start, [] if held is None else held.routes)
+                row.routes = [*begun, turn.routed_experts[sum(map(len, begun)) - start :]]
             self.num_turns += 1
 
     def rows(self) -> list[EpisodeRow]:
@@ -176,6 +196,7 @@ class Recording:
                 completion_ids=row.ids[row.prompt_length :],
                 logprobs=list(row.logprobs),
                 env_mask=list(row.mask),
+                routed_experts=list(row.routes) or None,
             )
             for row in self._rows
         ]
@@ -183,3 +204,14 @@ class Recording:
     def _parse(self, row: _Row, ids: list[int]) -> AssistantMessage:
         assert row.request is not None
         return self._format.parse(ids, row.request, history=row.ids[: row.history])
+
+
+def _first(count: int, pieces: Sequence[Routes]) -> list[Routes]:
+    """The first ``count`` entries of arrays that stand one behind the other."""
+    found = []
+    for piece in pieces:
+        if count <= 0:
+            break
+        found.append(piece if len(piece) <= count else piece[:count])
+        count -= len(piece)
+    return found

@@ -66,11 +66,19 @@ class PendingTurns:
 
 
 class FinishedTurns(NamedTuple):
-    """Turns that were sampled: their history, themselves, and what each says."""
+    """Turns that were sampled.
+
+    Attributes:
+        history: of all of them.
+        turns: themselves.
+        choices: what each says.
+        fills_room: whether one was cut because its row or the context may not be longer.
+    """
 
     history: Spliced
     turns: list[SampledTurn]
     choices: list[Choice]
+    fills_room: bool
 
 
 class TurnSource(ABC):
@@ -112,15 +120,23 @@ class EngineTurns(TurnSource):
         chat_format: renders and parses.
         end_ids: tokens that end turns.
         limits: what a turn may be.
+        routes: whether the engine's routes are wanted.
     """
 
     def __init__(
-        self, engine: Engine, chat_format: ChatFormat, *, end_ids: Sequence[int], limits: LengthLimits
+        self,
+        engine: Engine,
+        chat_format: ChatFormat,
+        *,
+        end_ids: Sequence[int],
+        limits: LengthLimits,
+        routes: bool = False,
     ) -> None:
         self._engine = engine
         self._format = chat_format
         self._end_ids = tuple(end_ids)
         self._limits = limits
+        self._routes = routes
 
     def open_recording(self) -> Recording:
         return Recording(self._format, self._end_ids)
@@ -140,6 +156,7 @@ class EngineTurns(TurnSource):
             seed=seed,
             count=request.count,
             stop=request.stop,
+            routes_from=recording.num_routed(history) if self._routes else None,
         )
         # There is room: what the engine refuses now, such as ids outside the vocabulary, is no fault of the agent's.
         return PendingTurns(request=request, history=history, sampled=self._engine.submit(turn))
@@ -157,7 +174,7 @@ class EngineTurns(TurnSource):
             )
             for turn in turns
         ]
-        return FinishedTurns(history, list(turns), choices)
+        return FinishedTurns(history, list(turns), choices, fills(turns, self._limits.room(history)))
 
     def _message(self, request: ChatRequest, turn: SampledTurn, history: list[int]) -> AssistantMessage:
         message = self._format.parse(turn.token_ids, request, history=history)
@@ -165,6 +182,11 @@ class EngineTurns(TurnSource):
             # Nobody asked for calls: what looks like one is text.
             return AssistantMessage(content=self._format.plain_text(turn.token_ids))
         return message
+
+
+def fills(turns: Sequence[SampledTurn], room: int) -> bool:
+    """Whether one of the turns was cut because it had taken all the room that there was."""
+    return any(turn.ended == "length" and len(turn.token_ids) >= room for turn in turns)
 
 
 def finished(

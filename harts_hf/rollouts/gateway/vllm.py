@@ -13,13 +13,14 @@ from typing import Any
 
 from harts_hf.rollouts.engines import Engine, EngineError, SampledTurn, SamplingSettings
 from harts_hf.rollouts.engines.vllm_http import HTTPAnswerError, ServerClient
+from harts_hf.rollouts.engines.vllm_routes import FIELD, read_routes
 from harts_hf.rollouts.engines.vllm_server import VLLMServerEngine
 from harts_hf.rollouts.fields import shortened
 from harts_hf.rollouts.gateway.answers import AssistantMessage, ToolCall
 from harts_hf.rollouts.gateway.formats import ChatFormat
 from harts_hf.rollouts.gateway.recording import Recording
 from harts_hf.rollouts.gateway.requests import ApiError, ChatRequest
-from harts_hf.rollouts.gateway.turns import FinishedTurns, LengthLimits, PendingTurns, TurnSource, finished
+from harts_hf.rollouts.gateway.turns import FinishedTurns, LengthLimits, PendingTurns, TurnSource, fills, finished
 
 # What the agent's messages are to blame for.
 _REFUSALS = {400, 413, 422}
@@ -138,6 +139,7 @@ class VLLMChatTurns(TurnSource):
         server: the one that samples.
         settings: how tokens are drawn.
         limits: what a turn may be.
+        routes: whether the server's routes are wanted.
     """
 
     def __init__(
@@ -147,11 +149,13 @@ class VLLMChatTurns(TurnSource):
         *,
         settings: SamplingSettings,
         limits: LengthLimits,
+        routes: bool = False,
     ) -> None:
         self._format = VLLMFormat(tokenizer, server)  # nothing is rendered or parsed by it
         self._server = server
         self._settings = settings
         self._limits = limits
+        self._routes = routes
 
     def open_recording(self) -> Recording:
         return Recording(self._format, self._settings.end_token_ids)
@@ -187,7 +191,8 @@ class VLLMChatTurns(TurnSource):
         turns, choices = [], []
         for choice in _choices(sampled, pending.request.count):
             ids = self._server.token_ids(choice.get("token_ids"), "token_ids (vLLM's return_token_ids)")
-            turn = _turn(choice, ids, self._settings.end_token_ids)
+            num_read = len(prompt_ids) + len(ids) - 1 if self._routes else None
+            turn = _turn(choice, ids, self._settings.end_token_ids, num_read)
             if len(turn.token_ids) > room:
                 raise ApiError(
                     400,
@@ -198,7 +203,7 @@ class VLLMChatTurns(TurnSource):
                 )
             turns.append(turn)
             choices.append(finished(_message(choice), turn.ended, len(turn.token_ids), pending.request.stop))
-        return FinishedTurns(history, turns, choices)
+        return FinishedTurns(history, turns, choices, fills(turns, room))
 
 
 def chat_body(request: ChatRequest) -> dict[str, Any]:
@@ -253,7 +258,8 @@ def _message(choice: dict[str, Any]) -> AssistantMessage:
         ) from error
 
 
-def _turn(choice: dict[str, Any], ids: list[int], end_ids: Sequence[int]) -> SampledTurn:
+def _turn(choice: dict[str, Any], ids: list[int], end_ids: Sequence[int], num_read: int | None) -> SampledTurn:
+    """``num_read``: tokens whose routes are wanted, from the history's first on; None for none."""
     try:
         logprobs = tuple(float(entry["logprob"]) for entry in choice["logprobs"]["content"])
     except (LookupError, TypeError, ValueError) as error:
@@ -268,4 +274,8 @@ def _turn(choice: dict[str, Any], ids: list[int], end_ids: Sequence[int]) -> Sam
     ended: Any = "end_token" if ids[-1] in end_ids else "stop_text"
     if choice.get("finish_reason") == "length":
         ended = "length"
-    return SampledTurn(token_ids=tuple(ids), logprobs=logprobs, ended=ended)
+    try:
+        routes = None if num_read is None else read_routes(choice.get(FIELD), num_read)
+    except ValueError as error:
+        raise EngineError(str(error)) from error
+    return SampledTurn(token_ids=tuple(ids), logprobs=logprobs, ended=ended, routed_experts=routes)

@@ -3,6 +3,7 @@
 import json
 import random
 
+import numpy as np
 import pytest
 from support.agents import chat_tokenizer, odd_tokens
 
@@ -24,11 +25,12 @@ def request(messages):
     return read_request(json.dumps({"messages": messages}).encode())
 
 
-def turn(ids, *, start=0.5):
-    """A turn whose log-probs tell its tokens apart."""
+def turn(ids, *, start=0.5, read=None):
+    """A turn whose log-probs tell its tokens apart; ``read``: token ids that stand for the experts that were taken."""
     ended = "end_token" if ids[-1] == END else "length"
     logprobs = tuple(-(start + index) for index in range(len(ids)))
-    return SampledTurn(token_ids=tuple(ids), logprobs=logprobs, ended=ended)
+    routes = None if read is None else np.array(read)[:, None, None]
+    return SampledTurn(token_ids=tuple(ids), logprobs=logprobs, ended=ended, routed_experts=routes)
 
 
 def wander(seed, *, num_requests=12):
@@ -51,7 +53,9 @@ def wander(seed, *, num_requests=12):
         turns = []
         for _ in range(draw.choice((1, 1, 1, 2))):
             text = draw.choice(ANSWERS) + draw.choice(("", "<|im_end|>", "<|im_end|>"))
-            turns.append(turn(odd_tokens(TOKENIZER, text, seed=draw.randrange(3)), start=number))
+            ids = odd_tokens(TOKENIZER, text, seed=draw.randrange(3))
+            read = [*history.ids, *ids][recording.num_routed(history) : -1]
+            turns.append(turn(ids, start=number, read=read))
         recording.record(history, turns, asking)
         asked += [(history.ids, list(one.token_ids), list(one.logprobs)) for one in turns]
         said = FORMAT.parse(draw.choice(turns).token_ids, asking, history=history.ids)
@@ -100,6 +104,9 @@ def test_rows_equal_brute_force(seed):
     assert found == brute_force(asked)
     assert recording.num_turns == len(asked)
     assert sum(recording.drifts.values()) == len(asked) - 1
+    for row in rows:  # of every token but the last, from the request that read it first
+        read = np.concatenate(row.routed_experts)[:, 0, 0].tolist()
+        assert read == [*row.prompt_ids, *row.completion_ids][:-1]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -169,6 +176,7 @@ def test_a_row_that_grew_meanwhile_is_not_continued():
     for asking, history in zip(both, histories, strict=True):
         recording.record(history, [turn(ids)], asking)
     first, second = recording.rows()
+    assert first.routed_experts is second.routed_experts is None
     assert sum(first.env_mask) == 2 * len(ids) and second.env_mask == [1] * len(ids)
     assert second.prompt_ids == histories[1].ids
     assert recording.drifts == {Drift.CLEAN: 1, Drift.FORK: 1}

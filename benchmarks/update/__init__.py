@@ -1,0 +1,1 @@
+"""Optimizer steps of whole models beside stock TRL, on real shapes: see `__main__.py`."""

@@ -1,0 +1,160 @@
+"""Optimizer steps of whole models on real shapes, beside the best without sharing and stock TRL.
+
+    export HARTS_COMMIT=$(git rev-parse --short HEAD)
+    python -m benchmarks.update run miniswe_b_drop:0-3 anyswe_a --shapes SHAPES --out update.json    # one GPU
+    python -m benchmarks.update run --dry-run --shapes SHAPES --out dry.json tot_game24:0            # tiny, on a CPU
+    python -m benchmarks.update record update.json more.json    # into benchmarks/results/update_h200.json and a plot
+
+A task is a workload and which of its steps; what the result file has already is not run again, and nothing is begun
+that may not end within ``--seconds``. So a call takes what it can, and the next one goes on. Sides that take long run
+on some steps of a workload only (`workloads.py`) and are scaled by tokens in its total, which says so.
+"""
+
+import argparse
+import gc
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import record
+from benchmarks.update.models import MODELS, build, skew_routers
+from benchmarks.update.workloads import VARIANTS, kinds_of, steps_in, tasks_of
+from harts_hf.bench.about import about_machine
+from harts_hf.bench.measure import measure_step
+from harts_hf.bench.plot import plot_rows
+from harts_hf.bench.report import row_of, table_of, total_of
+from harts_hf.bench.results import BenchOptions
+from harts_hf.bench.rollouts import StepRollouts
+from harts_hf.bench.sides import TREE, common_arguments
+from harts_hf.bench.subject import add_lora, word_tokenizer
+from harts_hf.modeling import vocab_size_of
+
+RESULTS = Path(__file__).parents[1] / "results" / "update_h200.json"
+
+
+def run(options: argparse.Namespace) -> None:
+    """Task after task; what each finds is written at once."""
+    warnings.simplefilter("ignore", FutureWarning)  # of TRL, for every side
+    dry, until = options.dry_run, time.monotonic() + options.seconds
+    variant = VARIANTS[options.variant]
+    device = torch.device("cpu" if dry else "cuda")
+    model = build(options.model, dry=dry)
+    if variant.get("skew"):
+        skew_routers(model, variant["skew"])
+    if variant.get("lora"):
+        model = add_lora(model, variant["lora"])
+    print(f"built {options.model}, {options.seconds - (until - time.monotonic()):.0f} s", flush=True)
+    about = about_machine(device)
+    result = record.read(options.out) if options.out.exists() else {}
+    if result.get("commit") != about["commit"]:
+        result = {**about, "failures": {}, "rows": []}
+    args = common_arguments(
+        bf16=not dry, use_cpu=dry, optim=variant.get("optim", "sgd"), dataloader_pin_memory=False,
+        activation_checkpointing=variant.get("checkpointing", True),
+        activation_checkpointing_kwargs={"use_reentrant": False}, router_aux_loss_coef=0.0,
+    )  # fmt: skip
+    fixed: dict[str, dict[str, int]] = {}
+    took = 0.0
+    for task in tasks_of(options.tasks, options.shapes, dry=dry):
+        key = {"model": options.model, "workload": task.workload, "step": task.step, "variant": options.variant}
+        if any(key.items() <= row.items() for row in result["rows"]):
+            continue
+        if time.monotonic() + 1.5 * took > until:
+            print(f"no time left for {task}", flush=True)
+            break
+        begun = time.monotonic()
+        groups = steps_in(options.shapes, task.workload, dry=dry)[task.step]
+        rollouts = StepRollouts.of(groups, vocab_size=vocab_size_of(model), labels=variant.get("labels", "recorded"))
+        kinds = tuple(options.sides or kinds_of(task))
+        bench = BenchOptions(
+            budgets=tuple(options.budgets), batch_sizes=tuple(options.batch_sizes), kinds=kinds,
+            steps=options.steps, seconds_per_side=options.max_seconds, fixed=fixed.get(task.workload, {}),
+            old_log_probs=variant.get("old_log_probs", False), baseline_elsewhere=kinds == (TREE,),
+        )  # fmt: skip
+        try:
+            measured = measure_step(
+                model, rollouts, args, word_tokenizer(), bench, progress=lambda text: print(text, flush=True)
+            )
+            row = row_of(measured, **key)
+            fixed[task.workload] = {kind: side.setting.size for kind, side in measured.sides.items()}
+            result["rows"].append(row)
+            print(table_of(row), flush=True)
+        except Exception:
+            result["failures"][f"{options.model} {options.variant} {task.workload} {task.step}"] = record.failure()
+        record.write(options.out, result)
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        if not dry:
+            torch.cuda.empty_cache()
+        took = time.monotonic() - begun
+
+
+def merge(parts: Sequence[dict[str, Any]], old: dict[str, Any]) -> dict[str, Any]:
+    """Steps of several calls, each as measured last, and a total of each workload and variant behind them.
+
+    Raises:
+        SystemExit: a step whose parity check failed.
+    """
+    names = ("model", "workload", "step", "variant")
+    steps = {tuple(row[name] for name in names): row for row in old.get("rows", ()) if "step" in row}
+    for part in parts:
+        for row in part["rows"]:
+            if not row["parity"]["passed"]:
+                raise SystemExit(f"refused: {row['workload']} {row['step']}: {row['parity']['failures']}")
+            steps[tuple(row[name] for name in names)] = {**row, "commit": part["commit"]}
+    by_workload: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for (model, workload, _, variant), row in sorted(steps.items(), key=lambda item: str(item[0])):
+        by_workload.setdefault((model, workload, variant), []).append(row)
+    totals = [
+        {**total_of(rows), "variant": variant, "commits": sorted({row["commit"] for row in rows})}
+        for (_, _, variant), rows in by_workload.items()
+    ]
+    last = parts[-1]
+    return {
+        "device": last["device"],
+        "versions": last["versions"],
+        "commit": last["commit"],
+        "failures": {key: value for part in parts for key, value in part["failures"].items()},
+        "rows": [*totals, *(row for rows in by_workload.values() for row in rows)],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs tasks, or records what they found."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("run", help="runs tasks")
+    runs.add_argument("tasks", nargs="+", metavar="WORKLOAD[:FIRST[-LAST]]")
+    runs.add_argument("--model", choices=MODELS, default="ling-3.0-tiny")
+    runs.add_argument("--variant", choices=VARIANTS, default="plain")
+    runs.add_argument("--sides", nargs="+", help="in place of those that the workload says")
+    runs.add_argument("--budgets", type=int, nargs="+", default=[16384, 32768, 65536], help="tokens of a microbatch")
+    runs.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4], help="of stock trainers")
+    runs.add_argument("--shapes", type=Path, required=True)
+    runs.add_argument("--out", type=Path, required=True)
+    runs.add_argument("--steps", type=int, default=5)
+    runs.add_argument("--seconds", type=float, default=540.0, help="of the call")
+    runs.add_argument("--max-seconds", type=float, default=60.0, help="of a side's timed steps")
+    runs.add_argument("--dry-run", action="store_true")
+    records = commands.add_parser("record", help="merges result files into the record and draws it")
+    records.add_argument("parts", type=Path, nargs="+")
+    records.add_argument("--record", type=Path, default=RESULTS)
+    options = parser.parse_args(argv)
+    if options.command == "run":
+        run(options)
+        return
+    old = record.read(options.record) if options.record.exists() else {}
+    merged = merge([record.read(part) for part in options.parts], old)
+    record.write(options.record, merged)
+    steps = [row for row in merged["rows"] if "step" in row]
+    plot_rows(steps, options.record.with_suffix(".png"), merged["device"])
+
+
+if __name__ == "__main__":
+    main()

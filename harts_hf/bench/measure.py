@@ -1,0 +1,222 @@
+"""Seconds of an optimizer step through each trainer, one after another in turns, with what explains them."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from harts_hf.bench import sides
+from harts_hf.bench.clipping import Clipping, measure_clipping
+from harts_hf.bench.ideal import Ideal, Work, ideal_step, microbatch_constant
+from harts_hf.bench.parity import StepResult, compare, sketch_gradients
+from harts_hf.bench.results import BASELINES, BenchOptions, StepMeasured, Timed
+from harts_hf.bench.rollouts import StepRollouts
+from harts_hf.bench.sides import COLLAPSED, PACKED, TREE, Setting, Side, build_side
+from harts_hf.bench.stages import StageClock
+from harts_hf.trainers import TreeGRPOConfig
+
+
+def measure_step(
+    model: nn.Module,
+    rollouts: StepRollouts,
+    args: TreeGRPOConfig,
+    tokenizer: Any,
+    options: BenchOptions,
+    progress: Callable[[str], None] = lambda text: None,
+) -> StepMeasured:
+    """Tries every side's settings, takes the fastest of each, and times these in turns.
+
+    Args:
+        model: unpatched, on its device; its parameters stay as they are.
+        rollouts: of the step.
+        args: of all trainers: :func:`harts_hf.bench.sides.common_arguments`.
+        tokenizer: of the trainers.
+        options: what is measured.
+        progress: is told what is done at the moment.
+
+    Raises:
+        ValueError, UnsupportedModelError: what the tree trainer refuses; no setting of the tree, or of any baseline,
+            that runs.
+    """
+    return _Bench(model, rollouts, args, tokenizer, options, progress).run()
+
+
+class _Bench:
+    def __init__(
+        self,
+        model: nn.Module,
+        rollouts: StepRollouts,
+        args: TreeGRPOConfig,
+        tokenizer: Any,
+        options: BenchOptions,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.model, self.rollouts, self.args, self.tokenizer = model, rollouts, args, tokenizer
+        self.options, self.progress = options, progress
+        self.device = next(model.parameters()).device
+        self.optimizer: Any = None
+        self.chosen: dict[str, Side] = {}
+        self.timed: dict[str, Timed] = {}
+        self.results: dict[str, StepResult] = {}
+        self.failures: dict[str, str] = {}
+        self.decision = ""
+
+    def run(self) -> StepMeasured:
+        for kind in (kind for kind in sides.KINDS if kind in self.options.kinds):
+            self._choose(kind)
+        needed = [[TREE]]
+        if not self.options.baseline_elsewhere:
+            needed.append([kind for kind in BASELINES if kind != COLLAPSED])
+        for kinds in needed:
+            if not any(kind in self.chosen for kind in kinds):
+                raise ValueError(f"expected a setting of {', '.join(kinds)} that runs, got {self.failures}")
+        judged = self._judged()
+        dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
+        parity = compare(self.results, judged, dtype)
+        if parity.passed:
+            for number in range(self.options.steps):
+                for kind, side in self.chosen.items():
+                    if sum(self.timed[kind].seconds) < self.options.seconds_per_side or not self.timed[kind].seconds:
+                        self.progress(f"step {number + 1} of {self.options.steps}: {side.setting.label}")
+                        self._time(side, self.timed[kind])
+        clippings = self._clippings()
+        ideals = self._ideals() if parity.passed and self.options.stages else {}
+        return StepMeasured(
+            rollouts=self.rollouts, sides=self.timed, failures=self.failures, parity=parity, ideals=ideals,
+            clippings=clippings, decision=self.decision,
+        )  # fmt: skip
+
+    def _judged(self) -> list[str]:
+        """The results that have to agree with the first baseline.
+
+        What baselines differ by among themselves is the measure, so a single one is run in smaller microbatches, too.
+        A tree that is alone is compared with itself in smaller ones.
+        """
+        judged = [name for name in self.results if name.startswith(TREE)]
+        baselines = [name for name in self.results if name not in judged]
+        kind = PACKED if PACKED in self.chosen else TREE
+        if len(baselines) < 2 and kind in self.chosen and (kind == PACKED or not baselines):
+            rows = self.rollouts.tree.num_tokens if kind == TREE else self.rollouts.num_tokens
+            half = Setting(kind=kind, size=max(64, min(self.chosen[kind].setting.size, rows) // 2))
+            self.progress(f"comparing with {half.label}")
+            if half.label not in self.results:
+                self._try(half, self.timed[kind], again=False)
+            if kind == TREE:
+                # First: the reference.
+                self.results = {half.label: self.results.pop(half.label), **self.results}
+                judged = [name for name in self.results if name.startswith(TREE) and name != half.label]
+        return judged
+
+    def _choose(self, kind: str) -> None:
+        """The fastest setting of a kind, by one step after a first that compiles and is compared."""
+        settings = self.options.settings(kind, self.rollouts)
+        timed, best = None, float("inf")
+        for setting in settings:
+            timed = timed or Timed(setting=setting)
+            self.progress(f"trying {setting.label}")
+            try:
+                side, seconds = self._try(setting, timed, again=len(settings) > 1)
+            except torch.OutOfMemoryError as error:
+                timed.tried[setting.label] = f"out of memory: {str(error).splitlines()[0]}"
+                self._forget()
+                continue
+            timed.tried[setting.label] = seconds
+            self._collect()
+            if seconds < best:
+                best, timed.setting, self.chosen[kind] = seconds, setting, side
+            elif kind in sides.STOCK_KINDS:
+                break  # larger batches pad more
+        if kind in self.chosen and timed is not None:
+            self.timed[kind] = timed
+        elif timed is not None:
+            self.failures[kind] = "; ".join(f"{label}: {why}" for label, why in timed.tried.items())
+
+    def _try(self, setting: Setting, timed: Timed, *, again: bool) -> tuple[Side, float]:
+        side = build_side(
+            setting, self.model, self.rollouts, self.args, self.tokenizer, optimizer=self.optimizer,
+            old_log_probs=self.options.old_log_probs,
+        )  # fmt: skip
+        if self.optimizer is None:
+            side.trainer.create_optimizer()
+            self.optimizer = side.trainer.optimizer
+        sketches: list[dict[str, torch.Tensor]] = []
+        side.clock.on_gradients = lambda: sketches.append(sketch_gradients(side.trainer.model))
+        log = side.step()
+        side.clock.on_gradients = None
+        first = side.clock.seconds
+        # TRL's means over a batch's rows depend on which rows are in it, so batches of one row are compared.
+        if setting.kind not in sides.STOCK_KINDS or setting.size == 1 or not self.results:
+            self.results[setting.label] = StepResult(
+                sketch=sketches[0], grad_norm=log.get("grad_norm"), loss=log["loss"], entropy=log["entropy"]
+            )
+        if side.clock.report is not None:
+            timed.microbatches[setting.label] = len(side.clock.report.window.schedule.microbatches)
+        if again and first < self.options.seconds_per_side:
+            side.step()
+        side.clock.report = None
+        return side, side.clock.seconds
+
+    def _time(self, side: Side, timed: Timed) -> None:
+        log = side.step()
+        clock = side.clock
+        timed.seconds.append(clock.seconds)
+        timed.phases_of_steps.append(clock.phases)
+        if clock.peak_memory is not None:
+            timed.peak_memory = max(timed.peak_memory or 0, clock.peak_memory)
+        if clock.clocks:
+            timed.clocks.append(clock.clocks)
+        clock.report = None
+        timed.clip_fraction = log.get("clip_ratio/region_mean")
+
+    def _ideals(self) -> dict[str, Ideal]:
+        for kind in (PACKED, COLLAPSED, TREE):
+            if kind in self.chosen:
+                self.progress(f"stages of {self.chosen[kind].setting.label}")
+                self._time_stages(self.chosen[kind], self.timed[kind])
+        found = {}
+        tree = self.timed[TREE]
+        for kind in (PACKED, COLLAPSED):
+            if kind in self.timed:
+                timed = self.timed[kind]
+                ran = [label for label, value in timed.tried.items() if not isinstance(value, str)]
+                constant = microbatch_constant(
+                    [timed.microbatches[label] for label in ran],
+                    [timed.tried[label] for label in ran],  # type: ignore[misc]
+                )
+                assert timed.work is not None and tree.work is not None
+                found[kind] = ideal_step(timed.phases, timed.stages, constant, timed.work, tree.work)
+        return found
+
+    def _time_stages(self, side: Side, timed: Timed) -> None:
+        stages = StageClock(self.device)
+        with stages.watching():
+            side.step()
+        timed.stages = stages.seconds()
+        expanded, unique = self.rollouts.num_labels
+        schedule = side.clock.report.window.schedule
+        shares = schedule.tree.num_tokens < self.rollouts.num_tokens and side.setting.kind == TREE
+        timed.work = Work.of(schedule, unique if shares else expanded, stages.attention_area)
+        if side.setting.kind == TREE:
+            self.decision = schedule.decision
+        side.clock.report = None
+
+    def _clippings(self) -> dict[str, Clipping]:
+        """What recorded log-probs, and those that each side scored, say about one another."""
+        if not self.options.old_log_probs:
+            return {}
+        scored = {kind: side.trainer.old_log_probs for kind, side in self.chosen.items()}
+        return measure_clipping(self.rollouts, scored, TREE, epsilon=self.args.epsilon)
+
+    def _forget(self) -> None:
+        """After a step that ran out of memory."""
+        self.model.zero_grad(set_to_none=True)
+        self._collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _collect(self) -> None:
+        """Trainers are cycles: those that were not chosen would keep tables on the GPU."""
+        if self.device.type == "cuda":
+            gc.collect()

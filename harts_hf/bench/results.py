@@ -1,0 +1,146 @@
+"""What is measured, and what was: options of a benchmark, figures of its sides."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from harts_hf.bench import sides
+from harts_hf.bench.clipping import Clipping
+from harts_hf.bench.clock import PHASES
+from harts_hf.bench.collapsing import is_contained
+from harts_hf.bench.ideal import Ideal, Work
+from harts_hf.bench.parity import Parity
+from harts_hf.bench.rollouts import StepRollouts
+from harts_hf.bench.sides import COLLAPSED, PACKED, SORTED, STOCK, TREE, Setting
+
+BASELINES = (STOCK, SORTED, PACKED, COLLAPSED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What is measured.
+
+    Attributes:
+        budgets: tokens of a microbatch that sides without padding are tried with.
+        batch_sizes: rows of a batch that stock trainers are tried with.
+        kinds: sides; the tree is always one.
+        steps: timed steps of each chosen side, at least 1.
+        seconds_per_side: a side whose timed steps took so long is not timed again.
+        fixed: by kind, the one size that it is run with, such as what was fastest on an earlier step.
+        old_log_probs: whether TRL scores old log-probs in each step.
+        baseline_elsewhere: whether other steps are compared with a baseline. Then the tree may be the only side, which
+            is compared with itself in smaller microbatches.
+        stages: whether to time attention, the rule and the head, in one more step of the tree and of each baseline.
+
+    Raises:
+        ValueError: empty choices, unknown kinds, no baseline, numbers below 1.
+    """
+
+    budgets: tuple[int, ...] = (8192, 16384, 32768, 65536)
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    kinds: tuple[str, ...] = (*BASELINES, TREE)
+    steps: int = 5
+    seconds_per_side: float = 120.0
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    old_log_probs: bool = False
+    baseline_elsewhere: bool = False
+    stages: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("budgets", "batch_sizes"):
+            values = getattr(self, name)
+            if not values or min(values) < 1:
+                raise ValueError(f"expected {name} to be numbers of at least 1, got {values}")
+        unknown = [kind for kind in self.kinds if kind not in sides.KINDS]
+        if unknown:
+            raise ValueError(f"expected sides among {', '.join(sides.KINDS)}, got {', '.join(unknown)}")
+        compared = self.baseline_elsewhere or set(self.kinds) & {STOCK, SORTED, PACKED}
+        if TREE not in self.kinds or not compared:
+            raise ValueError(
+                f"expected {TREE} and at least one of {STOCK}, {SORTED}, {PACKED} among the sides, got "
+                f"{', '.join(self.kinds) or 'none'}"
+            )
+        if self.steps < 1:
+            raise ValueError(f"expected at least one timed step, got {self.steps}")
+
+    def settings(self, kind: str, rollouts: StepRollouts) -> list[Setting]:
+        """What a side is tried with; budgets past what holds all rows are no different."""
+        if kind == COLLAPSED and not is_contained(rollouts.tree).any():
+            return []
+        if kind in self.fixed:
+            return [Setting(kind=kind, size=self.fixed[kind])]
+        if kind in sides.STOCK_KINDS:
+            return [Setting(kind=kind, size=size) for size in self.batch_sizes if size <= len(rollouts.token_ids)]
+        budgets = sorted(set(self.budgets))
+        most = rollouts.tree.num_tokens if kind == TREE else rollouts.num_tokens
+        enough = next((budget for budget in budgets if budget >= most), budgets[-1])
+        return [Setting(kind=kind, size=budget) for budget in budgets if budget <= enough]
+
+
+@dataclass(eq=False, kw_only=True)
+class Timed:
+    """What was measured of one chosen side.
+
+    Attributes:
+        setting: the fastest that was tried.
+        seconds: of its timed steps.
+        phases_of_steps: seconds of each of them by phase.
+        peak_memory: bytes on the GPU, the most of any timed step; None on a CPU.
+        clocks: of the GPU, after each timed step.
+        tried: seconds by the label of every setting; a text where it failed.
+        microbatches: of every setting that was tried, by label; empty of stock trainers.
+        stages: seconds by stage; empty if they were not asked for, or of stock trainers.
+        work: of one pass; None of stock trainers.
+        clip_fraction: part of trained tokens whose ratio TRL clipped, as logged; the weights have not moved, so only
+            roundings clip. None where nothing is compared.
+    """
+
+    setting: Setting
+    seconds: list[float] = field(default_factory=list)
+    phases_of_steps: list[dict[str, float]] = field(default_factory=list)
+    peak_memory: int | None = None
+    clocks: list[dict[str, float]] = field(default_factory=list)
+    tried: dict[str, float | str] = field(default_factory=dict)
+    microbatches: dict[str, int] = field(default_factory=dict)
+    stages: dict[str, float] = field(default_factory=dict)
+    work: Work | None = None
+    clip_fraction: float | None = None
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.seconds)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Median seconds of each phase."""
+        return {name: statistics.median(step[name] for step in self.phases_of_steps) for name in PHASES}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepMeasured:
+    """Everything about one step's rollouts.
+
+    Attributes:
+        rollouts: of the step.
+        sides: by kind; a kind without a setting that ran is missing.
+        failures: of such kinds, why.
+        parity: whether all trained the same.
+        ideals: by baseline without padding, where stages were timed.
+        clippings: of old log-probs from elsewhere; empty if there are none.
+        decision: the planner's, in its words.
+    """
+
+    rollouts: StepRollouts
+    sides: dict[str, Timed]
+    failures: dict[str, str]
+    parity: Parity
+    ideals: dict[str, Ideal]
+    clippings: dict[str, Clipping]
+    decision: str
+
+
+def fastest(timed: dict[str, Timed], kinds: Sequence[str]) -> Timed | None:
+    """Of some kinds, the one of the smallest median; None if none of them ran."""
+    found = [timed[kind] for kind in kinds if kind in timed]
+    return min(found, key=lambda one: one.median, default=None)

@@ -1,0 +1,134 @@
+"""An oracle for models whose float64 copy does not fit: one layer at a time is wide, and runs again in backwards."""
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from harts_hf.modeling.patching import causal_lm_of
+
+# Bytes per parameter that the oracle holds all the time: the sum of gradients, in float32.
+LAYERED_BYTES = 4
+
+
+class _Widened(torch.autograd.Function):
+    """A parameter in float64, whose gradient goes into a sum elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, parameter: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
+        ctx.total = total
+        return parameter.double()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        if ctx.total is not None:
+            ctx.total.add_(gradient)
+        return None, None, None
+
+
+class LayeredOracle:
+    """Runs a model in float64 while only one layer's parameters are held in float64.
+
+    Args:
+        model: a causal language model, unpatched. It is left as it was.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @contextmanager
+    def wide(self, sums: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, forwards are in float64, and backwards add the gradient of each named parameter to its entry.
+
+        Layers run again in the backward, whatever mode the model is in; gradients of parameters themselves stay None.
+
+        Args:
+            sums: by the name of a parameter, in any dtype; parameters without an entry are not differentiated.
+        """
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        base: Any = causal_lm_of(self.model)
+        anchor = torch.zeros((), device=next(self.model.parameters()).device, requires_grad=True)
+
+        def total_of(parameter: nn.Parameter) -> torch.Tensor | None:
+            return sums.get(names[id(parameter)])
+
+        with ExitStack() as stack:
+            if hasattr(base, "set_experts_implementation"):
+                before = base.config._experts_implementation
+                base.set_experts_implementation("eager")  # grouped products refuse float64
+                stack.callback(base.set_experts_implementation, before)
+            for module, is_layer in _units(base):
+                stack.enter_context(_running_wide(module, anchor, total_of, again=is_layer))
+            yield
+
+
+def _units(base: Any) -> list[tuple[nn.Module, bool]]:
+    """The modules that are widened, each by itself: layers, and what has parameters or buffers outside them."""
+    layers = list(base.base_model.layers)
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    outside = [
+        module
+        for module in base.modules()
+        if id(module) not in inside and (_own(module._parameters) or _own(module._buffers))
+    ]
+    return [*((layer, True) for layer in layers), *((module, False) for module in outside)]
+
+
+def _own(tensors: Mapping[str, torch.Tensor | None]) -> bool:
+    return any(tensor is not None for tensor in tensors.values())
+
+
+@contextmanager
+def _running_wide(module: Any, anchor: torch.Tensor, total_of: Any, *, again: bool) -> Iterator[None]:
+    """Inside, the module's forward sees float64 in place of its parameters and buffers."""
+    stock, had_own = module.forward, "forward" in vars(module)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _exchanged(module, anchor, total_of):
+            return stock(*args, **kwargs)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if again and torch.is_grad_enabled():
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        return run(*args, **kwargs)
+
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if had_own:
+            module.forward = stock
+        else:
+            del module.forward
+
+
+@contextmanager
+def _exchanged(module: nn.Module, anchor: torch.Tensor, total_of: Any) -> Iterator[None]:
+    """Inside, plain float64 tensors stand where parameters and floating-point buffers of all submodules stood."""
+    kept: list[tuple[MutableMapping[str, Any], Any, dict[str, Any]]] = []
+    with ExitStack() as stack:
+        for one in module.modules():
+            for own, wide in (
+                (
+                    one._parameters,
+                    lambda p: _Widened.apply(anchor, p.detach(), total_of(p) if p.requires_grad else None),
+                ),
+                (one._buffers, lambda b: b.double() if b.is_floating_point() else b),
+            ):
+                before = dict(own)
+                kept.append((own, one, before))
+                own.clear()
+                for name, tensor in before.items():
+                    object.__setattr__(one, name, None if tensor is None else wide(tensor))
+        stack.callback(_put_back, kept)
+        yield
+
+
+def _put_back(kept: list[tuple[MutableMapping[str, Any], Any, dict[str, Any]]]) -> None:
+    for own, module, before in kept:
+        for name in before:
+            del module.__dict__[name]
+        own.update(before)

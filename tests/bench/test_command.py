@@ -1,0 +1,125 @@
+"""`harts bench` on tiny models: every side is a real trainer, and a wrong tree gets no speed."""
+
+import json
+
+import pytest
+from support import planted
+from support.models import tiny_model
+
+from harts_hf.cli.main import main
+
+SHAPE = {"parent": [-1, 0, 0, 1], "length": [40, 20, 30, 15], "sample_node": [3, 2, 1, 3]}
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    """Two groups of four trajectories: one ends inside another, one is there twice."""
+    path = tmp_path_factory.mktemp("shapes") / "shapes.jsonl"
+    path.write_text("".join(json.dumps({"group": name, **SHAPE}) + "\n" for name in "ab"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The configuration of a tiny dense hybrid."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("qwen3_5_text").config.save_pretrained(folder)
+    return folder
+
+
+def run(capsys, *arguments):
+    """Exit status and what was printed."""
+    status = main(["bench", *map(str, arguments)])
+    return status, capsys.readouterr()
+
+
+FEW = ("--batch-sizes", 1, "--budgets", 512, "--steps", 1, "--no-checkpointing", "--max-groups", 1)
+
+
+@pytest.mark.slow
+def test_every_side_trains_the_same_and_is_timed(model, shapes, tmp_path, capsys):
+    """A row names all that the speed rests on; the file and the picture are written."""
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    status, output = run(
+        capsys, "--model", model, shapes, *FEW, "--batch-sizes", 1, 2, "--json", out, "--plot", plot, "--old-log-probs"
+    )
+    assert status == 0, output.out + output.err
+    (row,) = json.loads(out.read_text())["rows"]
+    sides = row["sides"]
+    assert list(sides) == ["stock", "stock sorted", "packed", "collapsed", "tree"] and not row["failures"]
+    assert (row["tokens"], row["unique_tokens"]) == (280, 105) and row["parity"]["passed"]
+    assert set(sides["stock"]["tried"]) == {"stock 1", "stock 2"}
+    # Rows of the schedules: nothing shared, all but what another begins with, every token once.
+    assert sides["packed"]["microbatches"] == {"packed 512": 1}
+    assert row["work_ratios"]["rows"] == pytest.approx(280 / 105)
+    assert row["work_ratios_collapsed"]["rows"] == pytest.approx(145 / 105)
+    for side in sides.values():
+        assert len(side["seconds_of_steps"]) == 1
+        assert side["phases"]["forward_backward"] > 0 and side["phases"]["old_log_probs"] > 0
+        assert sum(side["phases"].values()) == pytest.approx(side["seconds_of_steps"][0])
+        assert side["clip_fraction"] == 0  # the ratio of a policy that has not moved
+    assert sides["tree"]["phases"]["planning"] > 0 and sides["stock"]["phases"]["planning"] == 0
+    assert row["speedup"] == pytest.approx(row["baseline_seconds"] / row["seconds"])
+    assert row["efficiency"] == pytest.approx(row["speedup"] / row["ideal"])
+    assert all(sides[kind]["stages"]["rule"] > 0 for kind in ("packed", "collapsed", "tree"))
+    assert row["clipping"]["stock"]["clipped"] == 0 and 0 < row["clipping"]["stock"]["rms"] < 1e-4
+    # Rounding, not nothing: each side has computed its own gradient.
+    assert all(0 < one["gradients"] < 1e-4 for one in row["parity"]["differences"].values())
+    assert "efficiency" in output.out and "parity: gradients differ from stock 1's by" in output.out
+    assert plot.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", [planted.conv_over_branches, planted.one_label_per_row])
+def test_no_speed_of_a_tree_that_trains_something_else(plant, model, shapes, tmp_path, monkeypatch, capsys):
+    """Exit status 1, the reason, and no speed-up anywhere."""
+    plant(monkeypatch)
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    status, output = run(
+        capsys, "--model", model, shapes, *FEW, "--sides", "packed", "stock", "tree", "--json", out, "--plot", plot
+    )
+    assert status == 1 and "REFUSED" in output.out and "x" not in output.out.split("REFUSED")[1].split("\n")[0]
+    (row,) = json.loads(out.read_text())["rows"]
+    assert not row["parity"]["passed"] and not [key for key in row if key.startswith("speedup")]
+    assert all(not side["seconds_of_steps"] for side in row["sides"].values()) and not plot.exists()
+
+
+@pytest.mark.slow
+def test_a_recipe_with_the_time_of_its_sampling(tmp_path, capsys):
+    """Its rollouts are collected once; the step is told with and without the time that took."""
+    out = tmp_path / "out.json"
+    small = ("--num_generations", 4, "--branching", 2, 2, "--per_device_train_batch_size", 4, "--max_turns", 2)
+    status, output = run(capsys, "recipes/tiny_grpo.yaml", *FEW, "--sides", "packed", "tree", "--json", out, *small)
+    assert status == 0, output.out + output.err
+    found = json.loads(out.read_text())
+    assert found["sampling_seconds"] > 0 and found["rows"][0]["workload"] == "tiny_grpo"
+    assert found["rows"][0]["sharing_ratio"] > 1
+    assert "sampling took" in output.out and "with it, the step is" in output.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("recipes/tiny_ppo.yaml",), "expected a recipe with trainer: grpo, got 'ppo'"),
+        (("recipes/tiny_grpo.yaml", "--lora", "4"), "expected --lora with --model only: a recipe has fields for it"),
+        (("recipes/tiny_grpo.yaml", "--max_step", "4"), "unknown key 'max_step'"),
+    ],
+)
+def test_recipes_that_cannot_be_benchmarked(arguments, message, capsys):
+    """Refused before anything is sampled."""
+    status, output = run(capsys, *arguments)
+    assert status == 2 and message in output.err
+
+
+def test_arguments_that_cannot_be_used(model, shapes, monkeypatch, capsys):
+    """Groups that are not there, options of nothing, several processes."""
+    status, output = run(capsys, "--model", model, shapes, "--groups", 0, 2)
+    assert status == 2 and "expected groups from 0 to 1, got 2" in output.err
+    status, output = run(capsys, "--model", model, shapes, "--sides", "tree")
+    assert status == 2 and "at least one of stock, stock sorted, packed" in output.err
+    with pytest.raises(SystemExit) as stop:
+        run(capsys, "--model", model, shapes, "--learning_rate", "1")
+    assert stop.value.code == 2 and "unrecognized arguments: --learning_rate 1" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, output = run(capsys, "--model", model, shapes)
+    assert status == 2 and "expected one process, got WORLD_SIZE=2" in output.err

@@ -1,0 +1,299 @@
+"""The parts of `harts bench`: what is trained, what is compared, what sharing could reach, why tokens are clipped."""
+
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.models import VOCAB
+from support.trees import random_trajectories
+
+from harts_hf import PlannerConfig, RolloutTree
+from harts_hf.bench.clipping import clipping_of, measure_clipping
+from harts_hf.bench.collapsing import CollapsingPlanner, collapse, is_contained
+from harts_hf.bench.ideal import Work, ideal_step, microbatch_constant
+from harts_hf.bench.parity import StepResult, compare, relative_difference, sketch_gradients
+from harts_hf.bench.report import total_of
+from harts_hf.bench.results import BenchOptions
+from harts_hf.bench.rollouts import LABELS, StepRollouts, steps_of
+from harts_hf.bench.sides import KINDS
+from harts_hf.bench.stages import StageClock
+from harts_hf.bench.variants import sorted_batches
+from harts_hf.cli import bench_arguments
+from harts_hf.rollouts.recorded import Rollout, RolloutGroup
+
+# A prompt of 2, a rollout that ends inside another, and one that is there twice.
+ROWS = [[5, 6, 7, 8, 9], [5, 6, 7], [5, 6, 3, 4], [5, 6, 3, 4], [1]]
+
+
+def group(rows=ROWS, masks=None, **more) -> RolloutGroup:
+    """A group of token ids."""
+    masks = masks or [None] * len(rows)
+    rollouts = [
+        Rollout(token_ids=np.array(row), loss_mask=mask if mask is None else np.array(mask, bool), **more)
+        for row, mask in zip(rows, masks, strict=True)
+    ]
+    return RolloutGroup(name="a", rollouts=tuple(rollouts))
+
+
+def test_the_command_line_names_what_there_is():
+    """It repeats names, so that its help needs no torch."""
+    assert tuple(KINDS) == bench_arguments.SIDES and LABELS == bench_arguments.LABELS
+
+
+def test_rows_of_a_step():
+    """Completions begin at the first trained token; what predicts nothing is left out; tokens are counted once per row
+    of the tree and once per trajectory."""
+    masks = [[0, 0, 1, 0, 1], [1, 1, 1], [0, 0, 0, 0], None, [1]]
+    found = StepRollouts.of([group(masks=masks)], vocab_size=10)
+    assert found.prompt_lengths == (2, 1, 3, 1)
+    assert [mask.tolist() for mask in found.masks] == [[1, 0, 1], [1, 1], [0], [1, 1, 1]]
+    assert found.num_tokens == 16 and found.tree.num_tokens == 7 and found.num_labels == (7, 5)
+    assert len(set(found.rewards)) == 4
+    answer = found.rollout_func()([], None)
+    assert answer["prompt_ids"][0] == [5, 6] and answer["completion_ids"][0] == [7, 8, 9]
+    assert answer["env_mask"][0] == [1, 0, 1]
+    everything = StepRollouts.of([group(masks=masks)], vocab_size=10, labels="all")
+    assert everything.prompt_lengths == (1, 1, 1, 1) and everything.num_labels == (12, 6)
+
+
+def test_filling_up_trains_nothing():
+    """Rows that fill a batch up change neither labels nor the mean reward."""
+    found = StepRollouts.of([group()], vocab_size=10)
+    filled = found.filled(3)
+    assert len(filled.token_ids) == 6 and found.filled(2) is found
+    assert filled.num_labels == found.num_labels and np.mean(filled.rewards) == pytest.approx(np.mean(found.rewards))
+
+
+def test_shapes_get_tokens():
+    """Of a shape tokens are drawn so that they merge to the same tree."""
+    shape = RolloutTree.from_shape([-1, 0, 0], [3, 2, 4], [1, 2])
+    one = RolloutGroup(name="s", rollouts=(Rollout(token_ids=None), Rollout(token_ids=None)), shape=shape)
+    assert StepRollouts.of([one], vocab_size=50).tree.num_tokens == shape.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"vocab_size": 9}, "below the vocabulary size 9, got 9"),
+        ({"labels": "some"}, "labels to be one of recorded, all, got 'some'"),
+        ({"groups": [group([[1], [2, 3]])]}, "at least two trajectories that predict a token in a step, got 1"),
+    ],
+)
+def test_rollouts_that_cannot_be_benchmarked(arguments, message):
+    """Named with what was expected."""
+    arguments = {"groups": [group()], "vocab_size": 10, **arguments}
+    with pytest.raises(ValueError, match=message):
+        StepRollouts.of(arguments.pop("groups"), **arguments)
+    with pytest.raises(ValueError, match="at least one group per step, got 0"):
+        steps_of([group()], 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kinds": ("tree", "trees")}, "sides among stock, stock sorted, packed, collapsed, tree, got trees"),
+        ({"kinds": ("tree", "collapsed")}, "tree and at least one of stock, stock sorted, packed"),
+        ({"kinds": ("packed",)}, "tree and at least one of"),
+        ({"budgets": ()}, "budgets to be numbers of at least 1"),
+        ({"steps": 0}, "at least one timed step, got 0"),
+    ],
+)
+def test_options_that_compare_nothing(options, message):
+    """Refused before anything is built."""
+    with pytest.raises(ValueError, match=message):
+        BenchOptions(**options)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_collapsing_shares_nested_prefixes_and_nothing_else(seed):
+    """Every trajectory keeps its tokens; two of them share rows only where one begins the other."""
+    rows = random_trajectories(seed, vocab=VOCAB)
+    rows = [*rows, rows[0][: len(rows[0]) // 2], rows[1].copy(), rows[2][:1]]
+    tree = RolloutTree.from_trajectories(rows)
+    found = collapse(tree)
+    paths = [found.path(number) for number in range(len(rows))]
+    for tokens, path in zip(rows, paths, strict=True):
+        assert found.token_ids[path].tolist() == list(tokens)
+    for one in range(len(rows)):
+        for other in range(len(rows)):
+            shorter, longer = sorted((paths[one], paths[other]), key=len)
+            if set(shorter) & set(longer):
+                assert set(shorter) <= set(longer)  # on the other's rows as a whole
+    texts = {tuple(row) for row in rows}
+    alone = [text for text in texts if not any(text == other[: len(text)] for other in texts - {text})]
+    assert found.num_tokens == sum(map(len, alone)) and len(alone) == (~is_contained(tree)).sum() < len(rows) - 2
+    window = CollapsingPlanner(config=PlannerConfig(sharing="always", max_tokens_per_microbatch=64))(rows)
+    assert window.schedule.backward_tokens == found.num_tokens
+
+
+def test_sorting_keeps_rows_and_drops_padding():
+    """Every row comes back with its own values, shortest first, and no batch has a column of padding alone."""
+    rng = np.random.default_rng(0)
+    prompts, completions = rng.integers(1, 7, 8), rng.integers(1, 9, 8)
+    batch = {
+        "prompt_mask": torch.tensor([[0] * (6 - p) + [1] * p for p in prompts]),
+        "completion_mask": torch.tensor([[1] * c + [0] * (8 - c) for c in completions]),
+        "advantages": torch.arange(8.0),
+        "num_items_in_batch": torch.tensor(3),
+    }
+    batch["prompt_ids"] = batch["prompt_mask"] * torch.arange(1, 9)[:, None]
+    batch["completion_ids"] = batch["completion_mask"] * torch.arange(1, 9)[:, None]
+    pieces = [{k: v[i : i + 2] if v.dim() else v for k, v in batch.items()} for i in range(0, 8, 2)]
+    found = sorted_batches(pieces)
+    assert len(found) == 4
+    lengths = [int(n) for one in found for n in one["prompt_mask"].sum(1) + one["completion_mask"].sum(1)]
+    assert lengths == sorted(lengths) == sorted((prompts + completions).tolist())
+    for one in found:
+        assert one["prompt_mask"].any(0).all() and one["completion_mask"].any(0).all()
+        assert int(one["num_items_in_batch"]) == 3
+        for row, number in enumerate(one["advantages"].int().tolist()):
+            assert int(one["prompt_mask"][row].sum()) == prompts[number]
+            assert int(one["completion_ids"][row].sum()) == (number + 1) * completions[number]
+
+
+def sketches(size: float, seed: int = 0):
+    """Of a gradient, and of one that differs by ``size`` of it."""
+    model = torch.nn.Linear(300, 200)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    before = sketch_gradients(model)
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad + size * torch.randn(parameter.shape, generator=generator)
+    return sketch_gradients(model), before
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-3, 0.1])
+def test_sketches_say_how_far_gradients_are_apart(size):
+    """To a quarter, from 256 buckets of each of two parameters."""
+    assert relative_difference(*sketches(size)) == pytest.approx(size, rel=0.25)
+
+
+def result(sketch, entropy=2.0) -> StepResult:
+    return StepResult(sketch=sketch, grad_norm=1.0, loss=0.0, entropy=entropy)
+
+
+def test_the_verdict_on_sides():
+    """The tree may differ by a small part of the gradient, or as baselines do; not by more, and not with NaN."""
+    near, reference = sketches(3e-4)
+    noisy, far = sketches(1e-2)[0], sketches(5e-3)[0]
+    assert compare({"a": result(reference), "tree": result(near)}, ["tree"], torch.float32).passed
+    found = compare({"a": result(reference), "tree": result(far)}, ["tree"], torch.float32)
+    assert not found.passed and "gradients of tree differ from a's by" in found.failures[0]
+    assert compare({"a": result(reference), "b": result(noisy), "tree": result(far)}, ["tree"], torch.float32).passed
+    broken = {name: values * math.nan for name, values in reference.items()}
+    assert not compare({"a": result(reference), "tree": result(broken)}, ["tree"], torch.float32).passed
+    assert not compare({"a": result(reference), "tree": result(near, 2.1)}, ["tree"], torch.float32).passed
+    with pytest.raises(ValueError, match="a baseline to compare the tree with, got none"):
+        compare({"tree": result(near)}, ["tree"], torch.float32)
+
+
+def test_the_ideal_divides_each_stage_by_its_own_ratio():
+    """Optimizer and clipping stay whole, and the constants are those of the tree's own microbatches."""
+    phases = dict.fromkeys(("prepare", "old_log_probs", "planning", "clipping", "other"), 0.0)
+    phases |= {"prepare": 1.0, "forward_backward": 20.0, "optimizer": 2.0, "clipping": 0.5}
+    baseline = Work(rows=100, chunks=10, pairs=400, labels=30, microbatches=4)
+    tree = Work(rows=20, chunks=5, pairs=100, labels=30, microbatches=1)
+    found = ideal_step(phases, {"attention": 4.0, "rule": 2.0, "head": 3.0}, 0.25, baseline, tree)
+    assert found.seconds == pytest.approx(
+        {
+            "attention": 1.0,
+            "rule": 1.0,
+            "head": 3.0,
+            "rows": 2.0,
+            "microbatches": 0.25,
+            "optimizer": 2.5,
+            "trainer": 0.2,
+        }
+    )
+    assert found.total == pytest.approx(9.95)
+    assert microbatch_constant([1, 2, 4], [1.0, 1.5, 2.5]) == pytest.approx(0.5)
+    assert microbatch_constant([2, 2], [1.0, 3.0]) == 0 and microbatch_constant([1, 3], [3.0, 1.0]) == 0
+
+
+class Slow(torch.autograd.Function):
+    """Takes 20 ms forward and 30 ms backward."""
+
+    @staticmethod
+    def forward(ctx, values):
+        time.sleep(0.02)
+        return values * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.03)
+        return gradient * 2
+
+
+def test_stages_are_timed_forward_and_backward():
+    """What lies between the marks counts in both directions, and what lies around them does not."""
+    clock = StageClock(torch.device("cpu"))
+    timed = clock._timed("rule", lambda values, table: Slow.apply(values).sum())
+    leaf = torch.ones(3, requires_grad=True)
+    loss = Slow.apply(timed(Slow.apply(leaf), "a table"))
+    loss.backward()
+    assert leaf.grad.tolist() == [8.0] * 3
+    seconds = clock.seconds()
+    assert seconds["attention"] == seconds["head"] == 0
+    assert 0.05 <= seconds["rule"] < 0.09  # three of them are 0.15
+
+
+def test_causes_of_clipping():
+    """Roundings, another policy (one-sided), an engine of lower precision; unknown log-probs are left out."""
+    rng = np.random.default_rng(0)
+    mine = -2 + 0.1 * rng.normal(size=4000)
+    noise = 1e-3
+    rounded = clipping_of(mine, mine + noise * rng.normal(size=4000), noise, 0.2, True)
+    assert rounded.clipped == 0 and rounded.cause.startswith("roundings")
+    coarse = clipping_of(mine, mine + 0.1 * rng.normal(size=4000), noise, 0.2, True)
+    assert 0.03 < coarse.clipped < 0.07 and coarse.cause.endswith("lower precision")
+    other = clipping_of(mine, mine - 0.3 + 0.01 * rng.normal(size=4000), noise, 0.2, True)
+    assert other.clipped == 1 and other.cause.startswith("one-sided (+0.3 nats")
+    half = np.where(np.arange(4000) < 1000, mine, np.nan)
+    assert clipping_of(mine, half, noise, 0.2, True).tokens == 1000
+    assert clipping_of(mine, np.full(4000, np.nan), noise, 0.2, True).tokens == 0
+
+
+def row(name, seconds, tokens, **more):
+    """A step as JSON."""
+    return {
+        "model": "m", "workload": "w", "groups": [name], "trajectories": 2, "tokens": tokens, "unique_tokens": 10,
+        "seconds": seconds, "planner_share": 0.01, "peak_memory": None,
+        "parity": {"passed": True, "reference": "stock 1"}, **more,
+    }  # fmt: skip
+
+
+def test_a_total_scales_what_was_sampled_and_says_so():
+    """Seconds add up; a side that ran on some groups is scaled by tokens; efficiency needs every step."""
+    baseline = {"baseline_seconds": 4.0, "baseline_peak_memory": 7, "efficiency": 0.9, "ideal_seconds": {"a": 0.9}}
+    stock = {"stock_seconds": 10.0, "stock_peak_memory": None}
+    rows = [row("a", 1.0, 100, **baseline, **stock), row("b", 1.0, 300, **baseline)]
+    total = total_of(rows)
+    assert total["speedup"] == 4.0 and total["speedup_stock"] == 20.0
+    assert total["scaled"] == {"stock": ["a"]} and total["baseline_peak_memory"] == 7
+    assert total["efficiency"] == pytest.approx(0.9) and total["sharing_ratio"] == 20
+    alone = {"passed": True, "reference": "tree 8"}
+    assert total_of([rows[0], {**rows[1], "parity": alone}])["steps"] == 2
+    with pytest.raises(ValueError, match="one step that was compared with a baseline, got none"):
+        total_of([{**rows[1], "parity": alone}])
+    with pytest.raises(ValueError, match="passed the parity check"):
+        total_of([{**rows[0], "parity": {"passed": False}}])
+
+
+def test_recorded_log_probs_beside_what_trainers_scored():
+    """Trained tokens alone are compared; rows that fill a batch up are left out."""
+    old = StepRollouts.of([group(ROWS[:3], masks=[[0, 0, 1, 0, 1], [0, 1, 1], [0, 1, 1, 1]])], vocab_size=10)
+    mine = [np.full(len(mask), -2.0) for mask in old.masks]
+    stock = [*(values + 1e-6 for values in mine), np.array([5.0])]
+    recorded = tuple(np.where(mask, -2.5, np.nan) for mask in old.masks)
+    scored = {"tree": mine, "stock": stock}
+    found = measure_clipping(replace(old, old_logprobs=recorded), scored, "tree", epsilon=0.2)
+    assert {name: (one.tokens, one.clipped) for name, one in found.items()} == {
+        "recorded": (7, 1.0),
+        "stock": (7, 0.0),
+    }
+    assert found["recorded"].mean == pytest.approx(0.5) and "one-sided" in found["recorded"].cause
+    assert list(measure_clipping(old, scored, "tree", epsilon=0.2)) == ["stock"]

@@ -1,0 +1,76 @@
+"""benchmarks/update: which sides run where, what a record of several calls holds, and a call that goes on."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from shared_data import shape_file
+
+from benchmarks.update import __main__ as update
+from benchmarks.update import workloads
+from harts_hf.bench.sides import PACKED, SORTED, STOCK, TREE
+
+SHAPES = shape_file("tot_game24").parent
+
+
+def row(step, seconds, *, passed=True, **more):
+    """A step of ``miniswe_b_drop`` as JSON."""
+    return {
+        "model": "m", "workload": "miniswe_b_drop", "variant": "plain", "step": step, "groups": [f"g{step}"],
+        "trajectories": 3, "tokens": 100 * (step + 1), "unique_tokens": 10, "seconds": seconds, "planner_share": 0.01,
+        "peak_memory": 5, "parity": {"passed": passed, "failures": ["f"], "reference": "stock 1"}, "sides": {}, **more,
+    }  # fmt: skip
+
+
+def part(commit, *rows):
+    """A result file."""
+    return {"device": "d", "versions": {}, "commit": commit, "failures": {}, "rows": list(rows)}
+
+
+def test_sides_of_a_step():
+    """Long sides run where the workload says."""
+    assert workloads.kinds_of(workloads.Task("miniswe_b_drop", 0))[:3] == (STOCK, SORTED, PACKED)
+    assert STOCK not in workloads.kinds_of(workloads.Task("miniswe_b_drop", 1))
+    assert workloads.kinds_of(workloads.Task("miniswe_b_drop", 7)) == (TREE,)
+    assert PACKED in workloads.kinds_of(workloads.Task("vmcts_dafny_bst", 0))
+
+
+def test_tasks_by_name():
+    """A workload, a step, or steps from one to another; others are named."""
+    found = workloads.tasks_of(["anyswe_a", "vmcts_dafny_bst:0"], SHAPES, dry=False)
+    assert found == [workloads.Task("anyswe_a", 0), workloads.Task("vmcts_dafny_bst", 0)]
+    assert [task.step for task in workloads.tasks_of(["miniswe_b_drop:2-4"], SHAPES, dry=False)] == [2, 3, 4]
+    with pytest.raises(SystemExit, match=r"expected a workload of miniswe_b_drop, .*, got 'swe'"):
+        workloads.tasks_of(["swe"], SHAPES, dry=False)
+    with pytest.raises(SystemExit, match="steps of anyswe_a from 0 to 0, got 1-2"):
+        workloads.tasks_of(["anyswe_a:1-2"], SHAPES, dry=False)
+
+
+def test_a_record_of_several_calls():
+    """Each step as measured last with its commit, totals in front; a failed parity check refuses all."""
+    old = update.merge([part("a", row(0, 9.0, stock_seconds=50.0, stock_peak_memory=7), row(1, 1.0))], {})
+    new = update.merge([part("b", row(0, 2.0, stock_seconds=20.0, stock_peak_memory=7))], old)
+    total, first, second = new["rows"]
+    assert (first["seconds"], first["commit"], second["commit"]) == (2.0, "b", "a")
+    assert total["seconds"] == 3.0 and total["commits"] == ["a", "b"] and total["groups"] == ["g0", "g1"]
+    assert total["speedup_stock"] == pytest.approx(20.0 * 3 / 3.0) and total["scaled"] == {"stock": ["g0"]}
+    with pytest.raises(SystemExit, match="refused: miniswe_b_drop 0"):
+        update.merge([part("c", row(0, 1.0, passed=False))], old)
+
+
+@pytest.mark.slow
+def test_a_call_goes_on_where_another_ended(tmp_path, monkeypatch, capsys):
+    """In dry form, on the CPU: a second call with the same commit runs nothing again."""
+    monkeypatch.setenv("HARTS_COMMIT", "now")
+    out = tmp_path / "out.json"
+    command = ["run", "anyswe_a:0", "--dry-run", "--shapes", str(SHAPES), "--out", str(out), "--steps", "1"]
+    update.main([*command, "--sides", "tree", "--budgets", "512"])  # which is compared with itself
+    (found,) = json.loads(out.read_text())["rows"]
+    assert found["parity"]["passed"] and found["parity"]["reference"] == "tree 64" and "speedup" not in found
+    assert list(found["parity"]["differences"]) == ["tree 512"] and found["workload"] == "anyswe_a"
+    monkeypatch.setattr(update, "measure_step", lambda *_, **__: pytest.fail("it was run again"))
+    update.main(command)
+    monkeypatch.setattr(update, "time", SimpleNamespace(monotonic=iter(range(0, 10**6, 1000)).__next__))
+    update.main([*command[:1], "anyswe_a:1", *command[2:]])
+    assert "no time left for Task(workload='anyswe_a', step=1)" in capsys.readouterr().out
+    assert len(json.loads(out.read_text())["rows"]) == 1
