@@ -1,7 +1,7 @@
 """PPO beside GRPO and RLOO on one task and budget, and with nothing shared: `python -m benchmarks.algorithms`.
 
-Each way trains the model of recipes/tiny_ppo.yaml on its task for 600 steps of 128 rollouts, with three seeds (300 steps
-where nothing is shared, which take three times as long); what differs is said in `WAYS`. RLOO stands for its
+Each way trains the model of recipes/tiny_ppo.yaml on its task for 600 steps of 128 rollouts, with three seeds (300
+steps where nothing is shared, which take three times as long); what differs is said in `WAYS`. RLOO stands for its
 advantages: TRL's own RLOO cannot take rollouts of an environment, and GRPO without scaling has them but for the factor
 n / (n - 1). A run that the result file has is not made again, so the command may be stopped and goes on; runs of PPO
 come from results/tiny_ppo.json where that is there.
@@ -106,6 +106,7 @@ def plot(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 
 def write(runs: Mapping[str, Mapping[str, Any]], out: Path) -> dict[str, Any]:
     """The result file and its picture, of the runs that there are; the file's content."""
+    runs = {way: found for way, found in runs.items() if found}
     curves = {way: {seed: one["curve"] for seed, one in found.items()} for way, found in runs.items()}
     both = [curves[way] for way in PANELS["Shared or not"] if way in curves]
     content = {
@@ -140,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
             if str(seed) not in runs.setdefault(way, {}):
                 runs[way][str(seed)] = train(way, seed)
                 write(runs, options.out)
-    content = write({way: found for way, found in runs.items() if found}, options.out)
+    content = write(runs, options.out)
     for name in ("last_mean_reward", "cpu_seconds", "shared_or_not_apart"):
         print(f"{name}: {json.dumps(content[name])}")
 
