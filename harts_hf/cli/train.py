@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.utils.logging import disable_progress_bar
 from trl import get_peft_config
 
 from harts_hf.cli.data import eval_dataset, train_dataset
@@ -42,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
     check_processes(arguments, training)
     check_numbers(training)
     check_folders(training, model, recipe)
+    if not arguments.asks_for_bar:
+        disable_progress_bar()  # of loading and saving weights, beside a line per log
     try:
         return _train(build_trainer(arguments, training, model))
     except SystemExit as stop:  # of an environment or a reward function: whatever its code, nothing was finished
