@@ -48,10 +48,14 @@ class ModelGuard:
     are watched instead, where they can be seen), PEFT registers parameters anew in another order, and forwards may
     write buffers, such as counts of tokens. Only buffers that are constants are watched: floating-point ones that are
     not saved, such as rotary frequencies.
+
+    Args:
+        model: without a wrapper or in one.
+        all_buffers: whether floating-point buffers that are saved are watched too, such as the bias of a router.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, *, all_buffers: bool = False) -> None:
+        self._model, self._all_buffers = model, all_buffers
         self._modules = [(module, type(module)) for module in model.modules()]
         # After a forward FSDP2 may leave parameters whole; those are copies, made anew in each forward.
         is_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
@@ -113,7 +117,7 @@ class ModelGuard:
         """Evenly spaced values of all watched tensors, by device and dtype: one comparison for each."""
         parts: dict[Key, list[torch.Tensor]] = {}
         names: dict[Key, list[str]] = {}
-        for name, tensor in [*self._facts, *_constants(self._model)]:
+        for name, tensor in [*self._facts, *_buffers(self._model, saved=self._all_buffers)]:
             shard = _shard(tensor).detach()
             if shard.is_meta or not shard.numel():
                 continue
@@ -127,12 +131,13 @@ class ModelGuard:
         }
 
 
-def _constants(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _buffers(model: nn.Module, *, saved: bool) -> list[tuple[str, torch.Tensor]]:
+    """Floating-point ones that are not saved, which are constants; those that are saved, too, if ``saved``."""
     return [
         (f"{prefix}.{name}", buffer)
         for prefix, module in model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name in module._non_persistent_buffers_set and buffer.is_floating_point()
+        if (saved or name in module._non_persistent_buffers_set) and buffer.is_floating_point()
     ]
 
 
