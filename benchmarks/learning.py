@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -38,7 +39,10 @@ PARITY_BUDGET = 1e-5
 
 @dataclass(frozen=True)
 class Bar:
-    """What every seed has to reach: mean reward of the first and the last 20 steps, seconds of training."""
+    """What every seed has to reach: mean reward of the first and the last 20 steps, seconds of training.
+
+    Seconds are the processor's: recipes here take one core, and what else a machine does is not counted.
+    """
 
     first_below: float
     last_above: float
@@ -79,10 +83,15 @@ def parity(recipe: Path) -> float:
     return worst
 
 
-def run(recipe: Path, seed: int, bar: Bar) -> tuple[dict, list[dict]]:
-    """Trains with one seed; the summary with what the bar asks for, and the logged metrics."""
+def run(recipe: Path, seed: int, bar: Bar, changes: Sequence[str] = ()) -> tuple[dict, list[dict]]:
+    """Trains with one seed, and ``changes`` on the command line.
+
+    Returns:
+        The summary with what the bar asks for, and the logged metrics.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        assert main([str(recipe), "--seed", str(seed), "--output_dir", folder, "--save_strategy", "no"]) == 0
+        options = ["--seed", str(seed), "--output_dir", folder, "--save_strategy", "no", *changes]
+        assert main([str(recipe), *options]) == 0
         summary = json.loads((Path(folder) / "summary.json").read_text())
         metrics = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     window = summary["window_steps"]
@@ -96,7 +105,7 @@ def run(recipe: Path, seed: int, bar: Bar) -> tuple[dict, list[dict]]:
     summary["met"] = (
         summary["first_mean_reward"] < bar.first_below
         and summary["last_mean_reward"] > bar.last_above
-        and summary["seconds"] < bar.seconds
+        and summary["cpu_seconds"] < bar.seconds
     )
     return summary, metrics
 

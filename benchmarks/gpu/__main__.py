@@ -14,6 +14,7 @@ from benchmarks.gpu.registry import (
     LINEAR_CHECKS,
     LINEAR_KINDS,
     LINEAR_LAYOUTS,
+    MEMORY_VARIANTS,
     RANKS_RUNS,
     STEP_MODELS,
     STEP_ROWS,
@@ -113,6 +114,10 @@ COMMANDS = {
         )
         for model in STEP_MODELS
     },
+    ("memory", "windows"): Command(
+        "whole.memory", "peaks of windows beside what the memory model predicts",
+        (some("--models", (*STEP_MODELS, *FAMILIES, *MEMORY_VARIANTS), "(default: all)"), OUT, DRY),
+    ),
     **{
         ("ranks", name): Command(
             "ranks.run", f"{ranks.backend}, groups {ranks.groups}, {ranks.processes} processes (torchrun starts them)",

@@ -211,8 +211,30 @@ STEP_ROWS = {
     "1": StepRow(1, "always", True),
     "1-whole": StepRow(1, "always", True, 32768),
     "13": StepRow(13, "always", True, slow=True),
+    "13-whole": StepRow(13, "always", True, 98304, slow=True),
     "0-never": StepRow(0, "never", True, slow=True),
 }
+
+
+# ---- memory of windows: (rows of a spine, budget, execution, activation checkpointing) ------------------------------
+
+MemoryCase = tuple[int, int, str, bool]
+MEMORY_CASES: dict[str, tuple[MemoryCase, ...]] = {
+    "ling-3.0-tiny": (
+        (30000, 33000, "replay", True), (30000, 16384, "nested", True), (30000, 8192, "nested", True),
+        (10000, 11000, "replay", False), (10000, 5000, "nested", False), (5000, 5500, "replay", False),
+        (65536, 72089, "replay", True),
+    ),
+    "qwen3.5-4b": (
+        (30000, 33000, "replay", True), (30000, 16384, "nested", True), (30000, 8192, "nested", True),
+        (8000, 8800, "replay", False), (8000, 4000, "nested", False), (4000, 4400, "replay", False),
+    ),
+}  # fmt: skip
+MEMORY_CASES_OF_FAMILIES: tuple[MemoryCase, ...] = (
+    (12000, 13200, "replay", False), (12000, 4096, "nested", False),
+    (12000, 13200, "replay", True), (12000, 4096, "nested", True),
+)  # fmt: skip
+MEMORY_VARIANTS = ("bailing_hybrid:float32", "bailing_hybrid:stock", "qwen3_5_text:float32")
 
 
 # ---- several GPUs ---------------------------------------------------------------------------------------------------

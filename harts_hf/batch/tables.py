@@ -5,8 +5,9 @@ read rows handed over by trunks; those stand **before** the own rows in that lay
 rows, then the ``N`` own ones), so a kernel is given the concatenated tensor and needs no second code path.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -14,15 +15,17 @@ import torch
 from harts_hf.planner.chunks import ChunkTree
 from harts_hf.tree import IntArray
 
+# Bytes that tables copied together start at multiples of, as PyTorch's allocator has it for tensors of their own.
+ALIGNMENT = 512
+
 
 class Tables:
     """Tables that move between devices together."""
 
     def to(self, device: torch.device | str) -> Self:
-        """The same tables on ``device``, with :attr:`host`; a GPU's copies are not waited for."""
-        moved = type(self)(**{f.name: _move(getattr(self, f.name), device) for f in fields(self)})  # type: ignore[arg-type]
-        object.__setattr__(moved, "_host", self.host)
-        return moved
+        """The same tables on ``device``, with :attr:`host`; a GPU gets them by one copy, which is not waited for."""
+        found: Self = _rebuilt(self, iter(moved_together(_tensors_of(self), device)))
+        return found
 
     @property
     def host(self) -> Self:
@@ -30,15 +33,90 @@ class Tables:
         return getattr(self, "_host", self)
 
 
-def _move(value: Any, device: torch.device | str) -> Any:
+def moved_together(tensors: Sequence[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
+    """Each tensor on ``device``; those that a GPU gets from the CPU are parts of one copy, which is not waited for.
+
+    Only a copy from pinned memory runs beside the CPU, and a microbatch has some sixty tables.
+    """
+    to_gpu = torch.device(device).type == "cuda" and torch.cuda.is_available()
+    is_copied = [to_gpu and tensor.device.type == "cpu" for tensor in tensors]
+    if not any(is_copied):
+        return [tensor.to(device) for tensor in tensors]
+    buffer, places = packed([tensor for tensor, copied in zip(tensors, is_copied, strict=True) if copied])
+    # PyTorch keeps pinned memory until the copy has run.
+    copies = iter(unpacked(buffer.pin_memory().to(device, non_blocking=True), places))
+    return [next(copies) if copied else tensor.to(device) for tensor, copied in zip(tensors, is_copied, strict=True)]
+
+
+def read_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each tensor on the CPU; those of a GPU by one copy for each dtype, which is waited for once."""
+    found = [tensor if tensor.is_cuda else tensor.cpu() for tensor in tensors]
+    kinds = {(tensor.device, tensor.dtype) for tensor in tensors if tensor.is_cuda}
+    for device, dtype in kinds:
+        numbers = [i for i, tensor in enumerate(tensors) if (tensor.device, tensor.dtype) == (device, dtype)]
+        joined = torch.cat([tensors[number].reshape(-1) for number in numbers])
+        copy = torch.empty(joined.shape, dtype=dtype, pin_memory=True).copy_(joined, non_blocking=True)
+        parts = copy.split([tensors[number].numel() for number in numbers])
+        for number, part in zip(numbers, parts, strict=True):
+            found[number] = part.view(tensors[number].shape)
+    for device in {device for device, _ in kinds}:
+        torch.cuda.current_stream(device).synchronize()
+    return found
+
+
+class _Place(NamedTuple):
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def packed(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[_Place]]:
+    """Tensors of the CPU as bytes, each from a multiple of :data:`ALIGNMENT` on, and where each of them is."""
+    places, end = [], 0
+    for tensor in tensors:
+        places.append(_Place(end, tensor.dtype, tensor.shape))
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    buffer = torch.empty(end, dtype=torch.uint8)
+    for tensor, view in zip(tensors, unpacked(buffer, places), strict=True):
+        view.copy_(tensor)
+    return buffer, places
+
+
+def unpacked(buffer: torch.Tensor, places: list[_Place]) -> list[torch.Tensor]:
+    """The tensors that :func:`packed` has put together, as views."""
+    return [
+        buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        for start, dtype, shape in places
+    ]
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in _parts(value) for tensor in _tensors_of(part)]
+
+
+def _rebuilt(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """``value`` with the next tensors in place of its own; tables know what they were made from."""
+    if isinstance(value, torch.Tensor):
+        return next(tensors)
     if isinstance(value, tuple):
-        return tuple(_move(one, device) for one in value)
+        return tuple(_rebuilt(part, tensors) for part in value)
     if isinstance(value, dict):
-        return {key: _move(one, device) for key, one in value.items()}
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and torch.device(device).type == "cuda":
-        # From pinned memory the copy runs beside the CPU; PyTorch keeps that memory until it has.
-        return (value.pin_memory() if torch.cuda.is_available() else value).to(device, non_blocking=True)
-    return value.to(device) if isinstance(value, torch.Tensor | Tables) else value
+        return {key: _rebuilt(part, tensors) for key, part in value.items()}
+    if not isinstance(value, Tables):
+        return value
+    made = type(value)(**{f.name: _rebuilt(getattr(value, f.name), tensors) for f in fields(value)})  # type: ignore[arg-type]
+    object.__setattr__(made, "_host", value.host)
+    return made
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, Tables):
+        return [getattr(value, f.name) for f in fields(value)]  # type: ignore[arg-type]
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, tuple) else []
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -195,9 +273,17 @@ class RowTable(Tables):
     tree_rows: torch.Tensor
 
     def select(self, wanted: torch.Tensor) -> Self:
-        """The part where ``wanted`` ``[P]`` (bool) says so."""
-        kept = wanted.nonzero().squeeze(1)  # the one wait for a GPU
-        return type(self)(**{f.name: getattr(self, f.name)[kept] for f in fields(self)})
+        """The part where ``wanted`` ``[P]`` (bool, on the CPU) says so, chosen there and moved to where this is."""
+        kept = wanted.nonzero().squeeze(1)
+        chosen = type(self)(**{f.name: getattr(self.host, f.name)[kept] for f in fields(self)})
+        return chosen if self.host is self else chosen.to(self.rows.device)
+
+    def none(self) -> Self:
+        """The table without any of its rows."""
+        made = type(self)(**{f.name: getattr(self, f.name)[:0] for f in fields(self)})
+        if self.host is not self:
+            object.__setattr__(made, "_host", self.host.none())
+        return made
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -129,6 +129,8 @@ def build_side(
         optimizers=(optimizer, None),
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
+    if not is_stock:
+        trainer._tree.budgets.begins_again = False  # a size that does not fit is a result
     if setting.kind == COLLAPSED:
         planner = trainer._tree.planner
         trainer._tree.planner = CollapsingPlanner(

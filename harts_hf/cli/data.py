@@ -1,5 +1,6 @@
 """The data sets of a recipe: prompts to train on, and to evaluate."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from datasets import Dataset, load_dataset
 from harts_hf.cli.sources import RolloutSource
 from harts_hf.cli.train_arguments import TrainArguments
 
+# Columns of prompts.
+PROMPTS = (("prompt",),)
 # Files by themselves, and how `datasets` calls their form.
 FORMS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -25,6 +28,11 @@ class TrainPrompts:
     dataset: Any = None
     number: int | None = None
 
+    @classmethod
+    def of(cls, dataset: Any) -> "TrainPrompts":
+        """A data set in which none is repeated, or a stream."""
+        return cls(dataset=dataset, number=len(dataset) if hasattr(dataset, "__len__") else None)
+
 
 def train_dataset(arguments: TrainArguments, training: Any, source: RolloutSource) -> Any:
     """The data set of :func:`train_prompts`."""
@@ -39,9 +47,9 @@ def train_prompts(arguments: TrainArguments, training: Any, source: RolloutSourc
             again.
     """
     if arguments.dataset_name is not None:
-        return _whole(_named(arguments, arguments.dataset_train_split))
+        return TrainPrompts.of(named_dataset(arguments, arguments.dataset_train_split, PROMPTS))
     if source.make_dataset is not None:
-        return _whole(source.make_dataset())
+        return TrainPrompts.of(source.make_dataset())
     if source.plays_itself and source.collector is None:
         return TrainPrompts()  # TRL makes one
     prompts = _own_prompts(arguments, source, "train on")
@@ -51,10 +59,6 @@ def train_prompts(arguments: TrainArguments, training: Any, source: RolloutSourc
     count = max(training.max_steps * per_step, len(prompts))
     dataset = Dataset.from_dict({"prompt": [prompts[index % len(prompts)] for index in range(count)]})
     return TrainPrompts(dataset=dataset, number=None if source.plays_itself else len(prompts))
-
-
-def _whole(dataset: Any) -> TrainPrompts:
-    return TrainPrompts(dataset=dataset, number=len(dataset) if hasattr(dataset, "__len__") else None)  # or a stream
 
 
 def eval_dataset(arguments: TrainArguments, training: Any, source: RolloutSource) -> Any:
@@ -69,7 +73,7 @@ def eval_dataset(arguments: TrainArguments, training: Any, source: RolloutSource
     if training.eval_strategy == "no":
         return None
     if arguments.dataset_name is not None:
-        return _named(arguments, arguments.dataset_test_split)
+        return named_dataset(arguments, arguments.dataset_test_split, PROMPTS)
     if source.make_dataset is not None:
         return source.make_dataset()
     return Dataset.from_dict({"prompt": _own_prompts(arguments, source, "evaluate")})
@@ -88,7 +92,17 @@ def _own_prompts(arguments: TrainArguments, source: RolloutSource, purpose: str)
     return list((own or source.task.prompts)())
 
 
-def _named(arguments: TrainArguments, split: str) -> Any:
+def named_dataset(arguments: TrainArguments, split: str, forms: Sequence[tuple[str, ...]]) -> Any:
+    """A split of the recipe's ``dataset_name``: a file, or a data set of the hub.
+
+    Args:
+        arguments: the recipe's.
+        split: which; a file by itself is any.
+        forms: columns, of which the data set has to have all of one entry.
+
+    Raises:
+        ValueError: a file of no known form, other columns.
+    """
     name = arguments.dataset_name
     assert name is not None
     options: dict[str, Any] = {"split": split, "streaming": arguments.dataset_streaming}
@@ -100,6 +114,8 @@ def _named(arguments: TrainArguments, split: str) -> Any:
         rows = load_dataset(FORMS[path.suffix], data_files={split: name}, **options)
     else:
         rows = load_dataset(name, name=arguments.dataset_config, **options)
-    if rows.column_names is not None and "prompt" not in rows.column_names:
-        raise ValueError(f"expected a column 'prompt' in {name}, got {rows.column_names}")
+    columns = rows.column_names
+    if columns is not None and not any(set(form) <= set(columns) for form in forms):
+        wanted = " or ".join(" and ".join(map(repr, form)) for form in forms)
+        raise ValueError(f"expected a column {wanted} in {name}, got {columns}")
     return rows

@@ -52,7 +52,7 @@ def find_policy(arguments: TrainArguments, training: Any, model: Any, tokenizer:
         given = {"revision": model.model_revision, "attn_implementation": model.attn_implementation}
         training.model_init_kwargs = {**given, "dtype": model.dtype, **(training.model_init_kwargs or {})}
         return model.model_name_or_path
-    if training.beta != 0 and not model.use_peft:
+    if getattr(training, "beta", 0) != 0 and not model.use_peft:  # supervised training has none
         raise ValueError(
             "expected beta 0 for random weights (model_type), because TRL loads the reference model by the policy's "
             f"name; got {training.beta}"

@@ -64,7 +64,8 @@ class SourceArguments:
         recorded_rollouts (`str`, *optional*):
             File of recorded rollouts to train on (docs/formats.md).
         recorded_kwargs (`dict`, *optional*):
-            Options of `harts_hf.rollouts.RecordedRollouts`, such as `{"logprobs": "rescored"}`.
+            Options of `harts_hf.rollouts.RecordedRollouts`, such as `{"logprobs": "rescored"}`; with `trainer: sft`
+            those of `harts_hf.rollouts.supervised_dataset`, such as `{"weight": "best"}`.
         fork_policy (`str`, *optional*, defaults to `"turn"`):
             Where conversations fork: `"turn"` before chosen turns, `"entropy"` before the turns that the policy was
             least certain of, `"budget"` as early as a budget of tokens allows, `"none"` nowhere (docs/forks.md).

@@ -79,7 +79,7 @@ def find_source(arguments: TrainArguments, training: Any, tokenizer: Any) -> Rol
         "agent": lambda: _agent(arguments),
         "agent_command": lambda: _agent(arguments),
         "rollout_func": lambda: RolloutSource(
-            arguments={"rollout_func": _callable("rollout_func", arguments.rollout_func, "a rollout function")}
+            arguments={"rollout_func": load_callable("rollout_func", arguments.rollout_func, "a rollout function")}
         ),
         "recorded_rollouts": lambda: _recorded(arguments, tokenizer),
     }
@@ -93,7 +93,7 @@ def reward_functions(arguments: TrainArguments, source: RolloutSource) -> list[A
         ValueError: a path that leads to no function; no reward at all.
     """
     named = [
-        _callable("reward_funcs", path, "a function that returns rewards") for path in arguments.reward_funcs or ()
+        load_callable("reward_funcs", path, "a function that returns rewards") for path in arguments.reward_funcs or ()
     ]
     if named or source.reward is not None:
         return named or [source.reward]
@@ -130,7 +130,7 @@ def _forking(make: Callable[[], Any], arguments: TrainArguments, training: Any) 
 
 
 def _environment_factory(arguments: TrainArguments, training: Any) -> RolloutSource:
-    factory = _callable("environment_factory", arguments.environment_factory, "a class with reset, or a function")
+    factory = load_callable("environment_factory", arguments.environment_factory, "a class with reset, or a function")
     make = functools.partial(factory, **cast(dict, arguments.environment_kwargs))
     if arguments.asks_for_forks:
         return _forked_factory(make, arguments, training)
@@ -163,7 +163,7 @@ def _made(make: Callable[[], Any], arguments: TrainArguments) -> Any:
 
 
 def _tools(arguments: TrainArguments) -> dict[str, Any]:
-    tools = [_callable("tools", path, "a function with a docstring") for path in arguments.tools or ()]
+    tools = [load_callable("tools", path, "a function with a docstring") for path in arguments.tools or ()]
     return {"tools": tools} if tools else {}
 
 
@@ -232,7 +232,17 @@ def _fork_policy(arguments: TrainArguments, num_generations: int) -> ForkPolicy:
     return TurnForks(branching=branching, fork_turns=fork_turns, early_ends=early_ends)
 
 
-def _callable(field_name: str, path: str | None, what: str) -> Any:
+def load_callable(field_name: str, path: str | None, what: str) -> Any:
+    """What a dotted path names.
+
+    Args:
+        field_name: of the recipe, for messages.
+        path: ``package.module:Name``.
+        what: it should be, for messages.
+
+    Raises:
+        ValueError: it leads nowhere, or to something that cannot be called.
+    """
     function = _load(field_name, path, what)
     if not callable(function):
         raise ValueError(f"expected {field_name} to name functions, got {function!r} (from {path!r})")

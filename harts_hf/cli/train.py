@@ -1,8 +1,8 @@
 """`harts train RECIPE [--field value ...]`: trains a policy on rollout trees as a recipe says.
 
 The recipe and the command line are read by `harts_hf.cli.recipe`. The output folder gets checkpoints, `metrics.jsonl`,
-`reward.png`, `tree.png` and `summary.json`; those of an earlier run in it are replaced, or continued with
-`--resume_from_checkpoint FOLDER`. `--dry-run` trains nothing: see `harts_hf.cli.dry_run`.
+`reward.png` (`loss.png` of supervised training), `tree.png` and `summary.json`; those of an earlier run in it are
+replaced, or continued with `--resume_from_checkpoint FOLDER`. `--dry-run` trains nothing: see `harts_hf.cli.dry_run`.
 """
 
 import gc
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.utils.logging import disable_progress_bar
 from trl import get_peft_config
 
 from harts_hf.cli.data import eval_dataset, train_dataset
@@ -23,6 +24,7 @@ from harts_hf.cli.policy import find_policy, named_tokenizer
 from harts_hf.cli.recipe import parse, peek, split_recipe
 from harts_hf.cli.signals import sigterm_interrupts
 from harts_hf.cli.sources import find_source, reward_functions
+from harts_hf.cli.supervised import build_supervised
 from harts_hf.cli.train_arguments import PolicyArguments, TrainArguments
 from harts_hf.cli.train_checks import check_folders, check_numbers, check_processes
 from harts_hf.cli.train_report import TrainReport
@@ -41,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
     check_processes(arguments, training)
     check_numbers(training)
     check_folders(training, model, recipe)
+    if not arguments.asks_for_bar:
+        disable_progress_bar()  # of loading and saving weights, beside a line per log
     try:
         return _train(build_trainer(arguments, training, model))
     except SystemExit as stop:  # of an environment or a reward function: whatever its code, nothing was finished
@@ -91,6 +95,8 @@ def build_trainer(arguments: TrainArguments, training: Any, model: PolicyArgumen
         torch.set_num_threads(arguments.cpu_threads)
     set_seed(training.seed)
     kind = TRAINERS[arguments.trainer]
+    if kind.is_supervised:
+        return _reporting(build_supervised(arguments, training, model), arguments, None, measure="loss")
     tokenizer = named_tokenizer(arguments, training, model)
     source = find_source(arguments, training, tokenizer)
     kind.check(arguments.trainer, arguments.source, source.arguments)
@@ -114,9 +120,14 @@ def build_trainer(arguments: TrainArguments, training: Any, model: PolicyArgumen
         **data,
         **source.arguments,
     )
+    return _reporting(trainer, arguments, source.collector, measure="reward")
+
+
+def _reporting(trainer: Any, arguments: TrainArguments, collector: Any, *, measure: str) -> Any:
+    """The trainer with its report attached."""
     # The report prints one line where these would print a dictionary, or a bar.
     trainer.remove_callback(PrinterCallback)
     if not arguments.asks_for_bar:
         trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(TrainReport(source.collector, prints_lines=not arguments.asks_for_bar))
+    trainer.add_callback(TrainReport(collector, measure=measure, prints_lines=not arguments.asks_for_bar))
     return trainer

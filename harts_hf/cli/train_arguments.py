@@ -18,7 +18,8 @@ class TrainArguments(SourceArguments, ScriptArguments):
 
     Parameters:
         trainer (`str`, *optional*, defaults to `"grpo"`):
-            The algorithm: `"grpo"`, `"gmpo"` or `"rloo"`; the recipe's other keys are fields of its configuration.
+            The algorithm: `"grpo"`, `"gmpo"`, `"rloo"`, `"ppo"`, or `"sft"` for supervised training (on `dataset_name`
+            or `recorded_rollouts`); the recipe's other keys are fields of its configuration.
         model_type (`str`, *optional*):
             Architecture of a policy with random weights, such as `bailing_hybrid`; instead of `model_name_or_path`.
         model_config (`dict`, *optional*):

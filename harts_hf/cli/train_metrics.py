@@ -1,4 +1,4 @@
-"""The file of a run's logs, and the picture of its rewards."""
+"""The file of a run's logs, and the picture of its rewards or losses."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from harts_hf.cli.output import replacing
 
-# First and last mean reward are taken over so many steps.
+# First and last means are taken over so many steps.
 WINDOW = 20
 
 
@@ -35,28 +35,28 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def rewards_of(entries: list[dict[str, Any]]) -> np.ndarray:
-    """``[len(entries)]`` float64, NaN for a log in which no completion could be scored (TRL logs None)."""
-    return np.array([entry["reward"] for entry in entries], np.float64)
+def values_of(entries: list[dict[str, Any]], measure: str) -> np.ndarray:
+    """``[len(entries)]`` float64 of a metric; NaN for a reward where no completion could be scored (TRL logs None)."""
+    return np.array([entry[measure] for entry in entries], np.float64)
 
 
-def shown(reward: float | None, width: int = 0) -> str:
-    """A mean reward as progress lines have it, at least ``width`` characters wide."""
-    return "none".rjust(width) if reward is None else f"{reward:{width}.3f}"
+def shown(value: float | None, width: int = 0) -> str:
+    """A mean reward or loss as progress lines have it, at least ``width`` characters wide."""
+    return "none".rjust(width) if value is None else f"{value:{width}.3f}"
 
 
-def plot_reward(entries: list[dict[str, Any]], path: Path) -> None:
-    """Draws the rewards of logs, and their running mean, into a picture."""
+def plot_measure(entries: list[dict[str, Any]], measure: str, path: Path) -> None:
+    """Draws a metric of logs, ``reward`` or ``loss``, and its running mean, into a picture."""
     steps = np.array([entry["step"] for entry in entries])
-    rewards = rewards_of(entries)
+    values = values_of(entries, measure)
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(steps, rewards, color="#30638e", alpha=0.35, linewidth=1, label="mean reward at each log")
-    known = steps[~np.isnan(rewards)]
-    smooth = [np.nanmean(rewards[(steps > step - WINDOW) & (steps <= step)]) for step in known]
+    axes.plot(steps, values, color="#30638e", alpha=0.35, linewidth=1, label=f"mean {measure} at each log")
+    known = steps[~np.isnan(values)]
+    smooth = [np.nanmean(values[(steps > step - WINDOW) & (steps <= step)]) for step in known]
     axes.plot(known, smooth, color="#d1495b", linewidth=2, label=f"mean of the last {WINDOW} steps")
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("reward")
+    axes.set_ylabel(measure)
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper right" if measure == "loss" else "lower right")
     figure.savefig(path, dpi=120)

@@ -15,19 +15,19 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 import harts_hf
 from harts_hf.cli.output import printable, replacing, write_json
-from harts_hf.cli.train_metrics import WINDOW, cut_metrics, plot_reward, rewards_of, shown
+from harts_hf.cli.train_metrics import WINDOW, cut_metrics, plot_measure, shown, values_of
 from harts_hf.rollouts.plot import plot_tree
 from harts_hf.tree import RolloutTree
 
-REPORT_FILES = ("metrics.jsonl", "summary.json", "reward.png", "tree.png", "evaluation.jsonl")
+REPORT_FILES = ("metrics.jsonl", "summary.json", "reward.png", "loss.png", "tree.png", "evaluation.jsonl")
 
 
 class TrainReport(TrainerCallback):
     """Prints a line at every log, and writes into the output folder.
 
     ``metrics.jsonl`` (one log per line, as they come), ``evaluation.jsonl`` (the same of evaluations) and, at the end,
-    ``reward.png``, ``summary.json`` and, if the rollout function keeps its latest rollouts, ``tree.png``. A new run
-    begins them anew. A resumed one goes on with the metrics of its folder, less those that
+    ``reward.png`` (or ``loss.png``), ``summary.json`` and, if the rollout function keeps its latest rollouts,
+    ``tree.png``. A new run begins them anew. A resumed one goes on with the metrics of its folder, less those that
     are later than its checkpoint, and its pictures and summary tell of both.
 
     Of several processes the first of the world prints and writes, and no other. Tokens and rewards in the summary are
@@ -36,11 +36,13 @@ class TrainReport(TrainerCallback):
     Args:
         collector: the rollout function; of one with ``last_rollouts`` (each with ``tree``, ``prompt_ids``,
             ``completion_ids`` and ``reward``) the largest tree is drawn.
+        measure: the metric that says how the training goes: ``reward``, or ``loss`` where there are no rewards.
         prints_lines: whether to print a line at every log, or to leave that to a bar.
     """
 
-    def __init__(self, collector: Any, *, prints_lines: bool = True) -> None:
+    def __init__(self, collector: Any, *, measure: str = "reward", prints_lines: bool = True) -> None:
         self._collector = collector
+        self._measure = measure
         self._prints_lines = prints_lines
         self._begun = (0.0, 0)  # this run: its clock, and the steps before it
         self._entries: list[dict[str, Any]] = []
@@ -95,20 +97,22 @@ class TrainReport(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Records a log of a training step, or of an evaluation, and prints its line."""
-        if not state.is_world_process_zero or logs is None or not {"reward", "eval_reward"} & logs.keys():
+        measure = self._measure
+        if not state.is_world_process_zero or logs is None or not {measure, f"eval_{measure}"} & logs.keys():
             return
         entry = {"step": state.global_step, "seconds": self._seconds(), "cpu_seconds": self._cpu_seconds(), **logs}
-        is_training = "reward" in logs
+        is_training = measure in logs
         with open(Path(str(args.output_dir)) / ("metrics.jsonl" if is_training else "evaluation.jsonl"), "a") as file:
             file.write(json.dumps(entry) + "\n")
         if is_training:
             self._entries.append(entry)
             line = (
-                f"reward {shown(entry['reward'], 6)}  shared {entry.get('tree/sharing_ratio', 1.0):5.2f}x  "
+                f"{measure} {shown(entry[measure], 6)}{_accuracy(entry)}  "
+                f"shared {entry.get('tree/sharing_ratio', 1.0):5.2f}x  "
                 f"{entry['seconds']:6.1f} s  ETA {self._left(state)}"
             )
         else:
-            line = f"evaluation: reward {shown(entry['eval_reward'])}"
+            line = f"evaluation: {measure} {shown(entry[f'eval_{measure}'])}"
         if self._prints_lines:
             print(f"step {entry['step']:>5}/{state.max_steps}  {line}", flush=True)
 
@@ -130,17 +134,18 @@ class TrainReport(TrainerCallback):
         folder = Path(str(args.output_dir))
         summary = self._summary(args)
         write_json(folder / "summary.json", summary)
-        with replacing(folder / "reward.png") as new:
-            plot_reward(self._entries, new)
+        with replacing(folder / f"{self._measure}.png") as new:
+            plot_measure(self._entries, self._measure, new)
         with replacing(folder / "tree.png") as new:
             self._plot_tree(new)
         first, last = self._windows()
-        rewards = shown(summary["last_mean_reward"])
+        means = shown(summary[f"last_mean_{self._measure}"])
         if not np.array_equal(first, last):  # of few steps, both would be the mean of all
             up_to = max(WINDOW, self._entries[0]["step"])
-            rewards = f"{shown(summary['first_mean_reward'])} (steps up to {up_to}) -> {rewards} (last {WINDOW} steps)"
+            begun = shown(summary[f"first_mean_{self._measure}"])
+            means = f"{begun} (steps up to {up_to}) -> {means} (last {WINDOW} steps)"
         print(
-            f"mean reward {rewards} in {summary['seconds']:.0f} s; "
+            f"mean {self._measure} {means} in {summary['seconds']:.0f} s; "
             f"{summary['expanded_tokens']:,} tokens trained as {summary['forward_tokens']:,}"
         )
 
@@ -170,7 +175,7 @@ class TrainReport(TrainerCallback):
 
     def _summary(self, args: TrainingArguments) -> dict[str, Any]:
         steps = np.array([entry["step"] for entry in self._entries])
-        rewards = rewards_of(self._entries)
+        values = values_of(self._entries, self._measure)
         first, last = self._windows()
         # Logged metrics are means over the steps since the log before.
         spans = np.diff(steps, prepend=self._first_step)
@@ -178,17 +183,17 @@ class TrainReport(TrainerCallback):
         def total(name: str) -> int:
             return round(sum(entry.get(name, 0.0) * span for entry, span in zip(self._entries, spans, strict=True)))
 
-        def mean_reward(logs: np.ndarray) -> float | None:
-            logs = logs & ~np.isnan(rewards)
-            return float(np.average(rewards[logs], weights=spans[logs])) if logs.any() else None
+        def mean(logs: np.ndarray) -> float | None:
+            logs = logs & ~np.isnan(values)
+            return float(np.average(values[logs], weights=spans[logs])) if logs.any() else None
 
         return {
             "steps": int(steps[-1]),
             # Figures below are of the steps after this one: 0, or the checkpoint whose metrics are elsewhere.
             "counted_from_step": self._first_step,
             "window_steps": WINDOW,
-            "first_mean_reward": mean_reward(first),
-            "last_mean_reward": mean_reward(last),
+            f"first_mean_{self._measure}": mean(first),
+            f"last_mean_{self._measure}": mean(last),
             "sharing_ratio": total("tree/expanded_tokens") / max(total("tree/forward_tokens"), 1),
             "forward_tokens": total("tree/forward_tokens"),
             "backward_tokens": total("tree/backward_tokens"),
@@ -207,6 +212,12 @@ class TrainReport(TrainerCallback):
                 "python": platform.python_version(),
             },
         }
+
+
+def _accuracy(entry: dict[str, Any]) -> str:
+    """The part of trained tokens that the model would have chosen itself, where it is logged."""
+    accuracy = entry.get("mean_token_accuracy")
+    return "" if accuracy is None else f"  accuracy {accuracy:.3f}"
 
 
 def _processes(count: int) -> str:

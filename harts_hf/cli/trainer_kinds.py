@@ -12,6 +12,8 @@ from harts_hf.trainers import (
     TreePPOTrainer,
     TreeRLOOConfig,
     TreeRLOOTrainer,
+    TreeSFTConfig,
+    TreeSFTTrainer,
 )
 
 
@@ -24,12 +26,15 @@ class TrainerKind:
         config: the class of its arguments.
         takes: which of TRL's arguments of rollouts its constructor has.
         instead: what to do where one is asked for that it has not.
+        is_supervised: whether it trains on rows that are there already (``harts_hf.cli.supervised``): no rollouts,
+            no rewards.
     """
 
     trainer: Any
     config: Any
     takes: tuple[str, ...] = ("rollout_func", "environment_factory", "tools")
     instead: str = ""
+    is_supervised: bool = False
 
     def check(self, name: str, source: str | None, arguments: dict[str, Any]) -> None:
         """Checks that the trainer can take what a source of rollouts gives.
@@ -58,5 +63,12 @@ TRAINERS = {
         takes=(),
         instead="TRL's RLOO samples completions of a data set's prompts (dataset_name) and nothing else; "
         "trainer: grpo with scale_rewards: none compares rewards without scaling",
+    ),
+    "sft": TrainerKind(
+        trainer=TreeSFTTrainer,
+        config=TreeSFTConfig,
+        takes=(),
+        instead="supervised training takes dataset_name or recorded_rollouts, rows that are there already",
+        is_supervised=True,
     ),
 }

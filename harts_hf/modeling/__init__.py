@@ -1,6 +1,13 @@
 """Patched Hugging Face models."""
 
-from harts_hf.modeling.families import FAMILIES
+from harts_hf.modeling.families import (
+    FAMILIES,
+    Family,
+    LinearShape,
+    gated_delta_shape,
+    grouped_keys,
+    register_family,
+)
 from harts_hf.modeling.forwards import TreeAnswer
 from harts_hf.modeling.outputs import (
     ENTROPY,
@@ -36,6 +43,8 @@ __all__ = [
     "ROUTER_PROBABILITIES",
     "ROUTER_SUMS",
     "WITHOUT_GRADIENT",
+    "Family",
+    "LinearShape",
     "Routes",
     "RowValue",
     "Sum",
@@ -44,11 +53,14 @@ __all__ = [
     "Wanted",
     "add_output",
     "find_routers",
+    "gated_delta_shape",
+    "grouped_keys",
     "handed_sizes",
     "has_routers",
     "is_patched",
     "load_balancing_loss",
     "patch",
+    "register_family",
     "unpatch",
     "vocab_size_of",
     "with_handed_bytes",

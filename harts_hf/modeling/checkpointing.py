@@ -1,17 +1,37 @@
-"""Activation checkpointing of some layers (``every_n_layers`` of Transformers) in trainers of TRL.
+"""Activation checkpointing in trainers of TRL: of some layers (``every_n_layers``), and off for a while.
 
 TRL (1.16) switches checkpointing off around each generation, and on again with all of
 ``gradient_checkpointing_kwargs`` as PyTorch's. Two of them are Transformers' own: they would reach the layers'
-forwards, and every layer would be computed twice.
+forwards, and every layer would be computed twice. It does so by names that Transformers (5.24) has given up, each of
+which warns the user; here they have their present names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 from transformers import PreTrainedModel
 
 _ENABLE = "gradient_checkpointing_enable"
+
+
+@contextmanager
+def without_checkpointing(model: Any, activation_checkpointing_kwargs: dict[str, Any] | None = None) -> Iterator[None]:
+    """Inside, the model's layers are not checkpointed; afterwards they are if they were.
+
+    Args:
+        model: a model of Transformers, or one of PEFT around it.
+        activation_checkpointing_kwargs: with which checkpointing is switched on again.
+    """
+    was_on = model.is_activation_checkpointing
+    if was_on:
+        model.activation_checkpointing_disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=activation_checkpointing_kwargs)
 
 
 def allow_some_layers(model: PreTrainedModel) -> None:
@@ -33,4 +53,5 @@ def _enable(
     options = dict(gradient_checkpointing_kwargs or {})
     own = {"every_n_layers": every_n_layers, "offload": offload}
     own |= {name: options.pop(name) for name in own if name in options}
-    getattr(type(self), _ENABLE)(self, options or None, **own)
+    # What the method of the old name does where it is overridden, as here, after it has warned.
+    self._activation_checkpointing_enable(options or None, **own)

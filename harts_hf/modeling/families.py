@@ -41,7 +41,8 @@ class Family:
 
     Attributes:
         model_type: of the text configuration.
-        module_name: the folder under ``transformers.models``.
+        module_name: the folder under ``transformers.models``; of a model that is not Transformers' own, the full name
+            of its module, ``package.modeling_mine``.
         linear_mixer: class of the linear-attention layers, by its exact name.
         full_mixer: class of the full-attention layers. (A name ending in ``LinearAttention`` says nothing:
             ``KimiLinearAttention`` is the *full* attention of ``kimi_linear``.)
@@ -69,7 +70,9 @@ class Family:
 
     @property
     def module(self) -> ModuleType:
-        """The modeling module of Transformers."""
+        """The modeling module."""
+        if "." in self.module_name:
+            return importlib.import_module(self.module_name)
         return importlib.import_module(f"transformers.models.{self.module_name}.modeling_{self.module_name}")
 
     def class_named(self, name: str) -> type[nn.Module]:
@@ -77,7 +80,8 @@ class Family:
         return getattr(self.module, name)
 
 
-def _gated_shape(config: Any) -> LinearShape:
+def gated_delta_shape(config: Any) -> LinearShape:
+    """Of a Gated DeltaNet whose configuration names its sizes as Qwen3.5's does (``linear_num_key_heads``, ...)."""
     heads, keys, values = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
     channels = 2 * config.linear_num_key_heads * keys + heads * values
     return LinearShape(heads=heads, keys=keys, values=values, conv_channels=channels, decays=heads)
@@ -88,7 +92,8 @@ def _kimi_shape(config: Any) -> LinearShape:
     return LinearShape(heads=heads, keys=dim, values=dim, conv_channels=3 * heads * dim, decays=heads * dim)
 
 
-def _grouped_keys(config: Any, expand_latents: bool) -> int:
+def grouped_keys(config: Any, expand_latents: bool) -> int:
+    """Keys and values of grouped-query attention, ``2 * num_key_value_heads * head_dim``."""
     # Configurations may leave the head dim out, as Olmo's do.
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_key_value_heads * head_dim
@@ -120,8 +125,8 @@ def _gated_delta(model_type: str, module_name: str, prefix: str, *gate_projectio
         full_mixer=f"{prefix}Attention",
         rule=tree_gated_delta_rule,
         rule_function="torch_chunk_gated_delta_rule",
-        linear_shape=_gated_shape,
-        key_elements=_grouped_keys,
+        linear_shape=gated_delta_shape,
+        key_elements=grouped_keys,
         gate_projections=gate_projections,
     )
 
@@ -155,6 +160,22 @@ FAMILIES = {
         _gated_delta("olmo_hybrid", "olmo_hybrid", "OlmoHybrid", "a_proj", "b_proj"),
     )
 }
+
+
+def register_family(family: Family) -> None:
+    """Makes a model family of one's own known, for this process; before a model of it is patched.
+
+    The mixers' forwards have to call the causal convolution, the chunkwise rule and attention by the names that they
+    have in their module, as Transformers' do (docs/model-families.md); others are refused when a model is patched.
+    Whether it is the same training is what :func:`harts_hf.verify.verify` tells.
+
+    Raises:
+        ValueError: a ``model_type`` that is known already, by another entry.
+    """
+    known = FAMILIES.get(family.model_type)
+    if known is not None and known != family:
+        raise ValueError(f"expected a model_type that no family has, got {family.model_type!r} of {known.module_name}")
+    FAMILIES[family.model_type] = family
 
 
 def family_of(model: nn.Module) -> Family:

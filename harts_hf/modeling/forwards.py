@@ -124,5 +124,6 @@ def head_forward(self: Any, hidden: torch.Tensor, *args: Any, harts: TreePass | 
         temperature=wanted.temperature,
         return_entropy=ENTROPY in wanted.names,
         return_top1=IS_TOP1 in wanted.names,
+        host_rows=wanted.labels.host.rows,
     )
     return {name: value for name, value in zip(HEAD_VALUES, values, strict=True) if value is not None}

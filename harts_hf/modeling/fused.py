@@ -63,7 +63,7 @@ def find_fused(model: nn.Module, family: Family) -> list[Pair]:
     A module whose forward was replaced, or whose settings are not those that an operation is for (another activation,
     biases), is left as it is.
     """
-    known = {family.class_named(name): made for name, made in FUSED[family.model_type].items()}
+    known = {family.class_named(name): made for name, made in FUSED.get(family.model_type, {}).items()}
     mixers = (family.class_named(family.linear_mixer), family.class_named(family.full_mixer))
     found: list[Pair] = []  # mypy does not see that classes are hashable
     for module in model.modules():
@@ -249,7 +249,8 @@ def _named(prefix: str, forwards: dict[str, Forward]) -> dict[str, Forward]:
     return {prefix + name: forward for name, forward in forwards.items()}
 
 
-# What each family gets: classes of its modeling module, by name, and their forwards on a tree.
+# What each family gets: classes of its modeling module, by name, and their forwards on a tree. One without an entry
+# runs its stock modules.
 FUSED: dict[str, dict[str, Forward]] = {
     "bailing_hybrid": _named("BailingHybrid", {**_KIMI, "ForgetGate": _bounded_decays}),
     "kimi_linear": _named("KimiLinear", {**_KIMI, "ForgetGate": _decays}),

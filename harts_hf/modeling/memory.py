@@ -29,6 +29,8 @@ _PREFIX_KEPT, _PREFIX_RUNNING = 1, 3
 # The head's logits of a chunk, and their gradient, where they are not in one place and dtype: bytes per logit.
 _LOGIT = {True: 6, False: 16}
 _HEAD_ELEMENTS = 2**26  # logits of a chunk, at most
+# Tables of a window, constants and workspaces of kernels: 0.1 to 0.2 GB were measured.
+WORKSPACE = 2**28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class RowBytes:
         logits: of a row of the head then, and their gradient.
         chunk_rows: rows of the head that are computed at once, at most.
         layer: gradients of one layer (the largest one) before they are added to those that are there.
+        casts: autocast's copies of weights while a forward runs.
+        kept_casts: those that stay as long as the forward has a graph.
     """
 
     kept: float
@@ -59,6 +63,8 @@ class RowBytes:
     logits: float
     chunk_rows: int
     layer: float
+    casts: float = 0.0
+    kept_casts: float = 0.0
 
     @property
     def row(self) -> float:
@@ -70,7 +76,9 @@ class RowBytes:
         return self.head + self.logits * min(num_rows, self.chunk_rows)
 
 
-def row_bytes(model: nn.Module, *, dtype: torch.dtype | None = None, checkpointing: bool, fused: bool) -> RowBytes:
+def row_bytes(
+    model: nn.Module, *, dtype: torch.dtype | None = None, checkpointing: bool, fused: bool, sharded: bool = False
+) -> RowBytes:
     """What a model of a supported family takes, by the sizes of its modules.
 
     Args:
@@ -78,6 +86,7 @@ def row_bytes(model: nn.Module, *, dtype: torch.dtype | None = None, checkpointi
         dtype: that products run in; the parameters' if None.
         checkpointing: whether activation checkpointing is on: then a row keeps the inputs of layers alone.
         fused: whether modules run as single operations (:mod:`harts_hf.modeling.fused`).
+        sharded: whether processes share the weights, which are gathered in the dtype of products then.
 
     Raises:
         UnsupportedModelError: another model.
@@ -102,6 +111,7 @@ def row_bytes(model: nn.Module, *, dtype: torch.dtype | None = None, checkpointi
     # Its gradient is added up in float32 and rounded; of tied weights it waits for that of the embedding.
     tied = stored.itemsize if base.get_input_embeddings().weight is head.weight else 0
     weight = num_elements(head.weight) * (4 + stored.itemsize + tied) if head.weight.requires_grad else 0
+    casts = 0 if sharded else sum(width * p.numel() for p in base.parameters() if p.element_size() > width)
     return RowBytes(
         kept=float(stream * config.hidden_size * len(layers)) if checkpointing else sum(graphs),
         running=graphs[largest] + backwards[largest] if checkpointing else backwards[largest],
@@ -113,6 +123,8 @@ def row_bytes(model: nn.Module, *, dtype: torch.dtype | None = None, checkpointi
         logits=float(_LOGIT[fused] * config.vocab_size),
         chunk_rows=max(1, _HEAD_ELEMENTS // config.vocab_size),
         layer=float(max(_trained_bytes(layer) for layer in layers)),
+        casts=float(casts),
+        kept_casts=0.0 if checkpointing else float(casts),
     )
 
 
@@ -151,7 +163,7 @@ def graph_bytes(schedule: Schedule, rows: RowBytes, *, rank: int = 0) -> GraphBy
 def peak_of_rows(
     schedule: Schedule, rows: RowBytes, *, gradients: float, rank: int = 0, offload: bool = False
 ) -> float:
-    """The most that a rank's ops take beside weights and optimizer: graphs, handed states, gradients, the head.
+    """The most that a rank's ops take on a GPU beside weights and optimizer: gradients, graphs, handed states, head.
 
     Gradients are not there before the first backward, and all there after it; in it, graphs go as gradients come, so
     that its peak lies at one of its ends.
@@ -165,20 +177,22 @@ def peak_of_rows(
     """
     graphs = graph_bytes(schedule, rows, rank=rank)
     handed = 0.0 if offload else schedule.memory_counts(rank).handed_bytes
-    peak, any_gradients = 0.0, False
+    peak, any_gradients, open_graphs = 0.0, False, 0
     for (kind, index), alive, running in zip(
         schedule.ops(rank, dummies=False), graphs.kept + handed, graphs.running, strict=True
     ):
-        before = gradients if any_gradients else 0.0
+        before = (gradients if any_gradients else 0.0) + rows.kept_casts * open_graphs
         if kind != "B":
-            peak = max(peak, before + alive + running)
+            peak = max(peak, before + alive + running + rows.casts)
+            open_graphs += kind == "F"
             continue
+        open_graphs -= 1
         own = schedule.microbatches[index].num_rows
         again = rows.layer if any_gradients else 0.0
         begins = before + alive + max(rows.head_of(own), running + again)
         ends = gradients + alive - rows.kept * own + running
         peak, any_gradients = max(peak, begins, ends), True
-    return float(peak)
+    return float(peak) + WORKSPACE
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -70,7 +70,8 @@ def _over_layers(logits: Any, harts: TreePass, of: Any) -> torch.Tensor:
 
     In float64: counts are exact, and neither autocast nor TF32 rounds the products.
     """
-    layers = [harts.slice_counts @ of(one.softmax(dim=-1)) for one in logits]
+    counts = harts.slice_counts
+    layers = [counts @ of(one.softmax(dim=-1)) for one in logits]
     return torch.stack(layers).sum(dim=0)
 
 

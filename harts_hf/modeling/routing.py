@@ -1,8 +1,8 @@
 """What the routers of a forward choose: noted as they run, counted, or replayed from another forward.
 
 A hook on each router sees its answer ``(logits [N, E], weights [N, k], experts [N, k])``. Activation checkpointing
-computes a layer twice, the second time on a thread of autograd's; what is noted the second time takes the place of the
-first.
+computes a layer twice, the second time on a thread of autograd's; choices that are noted the second time take the
+place of the first, and are counted once.
 """
 
 import threading
@@ -64,7 +64,8 @@ def _see(router: Any, _: Any, answer: Any) -> Any:
     if routes.replayed is not None:
         replayed = routes.replayed[number].long()
         experts = torch.where(replayed < 0, experts, replayed)
-    if not {EXPERT_LOAD, ROUTER_ENTROPY}.isdisjoint(tree_pass.wanted.names):
+    is_counted = number in routes.load  # a recomputation's choices are those of the forward
+    if not is_counted and not {EXPERT_LOAD, ROUTER_ENTROPY}.isdisjoint(tree_pass.wanted.names):
         counts = tree_pass.batch.occurrence_counts[0].double()
         routes.load[number] = expert_load(experts, counts, logits.shape[-1])
         routes.entropy[number] = counts @ routing_entropy(router, logits.detach()).double()

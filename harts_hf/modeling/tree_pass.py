@@ -1,5 +1,7 @@
 """What one forward of a patched model is given: a microbatch, what is wanted of it, and the run that it is part of."""
 
+from collections.abc import Callable
+
 import torch
 
 from harts_hf.batch import LabelTable, RowTable, TreeBatch
@@ -70,8 +72,7 @@ class TreePass:
         handoff: the store of the running window; None where nothing is handed over.
         deterministic: whether attention on a GPU has to be bitwise reproducible.
         fused_modules: whether norms, gates and experts on a GPU run as single operations.
-        slice_counts: ``[K, N]`` float64, how many trajectories of each slice of an update pass through each row, 0
-            where another microbatch owns the row; all trajectories are one slice if None.
+        slice_counts: gives :attr:`slice_counts`; all trajectories are one slice if None.
         routes: what routers choose is noted there, and taken from there where it is to be replayed.
     """
 
@@ -83,7 +84,7 @@ class TreePass:
         handoff: Handoff | None = None,
         deterministic: bool = False,
         fused_modules: bool = True,
-        slice_counts: torch.Tensor | None = None,
+        slice_counts: Callable[[], torch.Tensor] | None = None,
         routes: Routes | None = None,
     ) -> None:
         self.batch = batch
@@ -92,4 +93,10 @@ class TreePass:
         self.deterministic = deterministic
         self.fused_modules = fused_modules
         self.routes = routes or Routes()
-        self.slice_counts = batch.occurrence_counts.double() if slice_counts is None else slice_counts
+        self._slice_counts = slice_counts
+
+    @property
+    def slice_counts(self) -> torch.Tensor:
+        """``[K, N]`` float64, how many trajectories of each slice of an update pass through each row, 0 where another
+        microbatch owns the row. Few outputs read it, so it is made when one does."""
+        return self.batch.occurrence_counts.double() if self._slice_counts is None else self._slice_counts()

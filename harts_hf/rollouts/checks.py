@@ -4,13 +4,19 @@ import math
 import operator
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from harts_hf.rollouts.arrays import ReadArrays, number_array
 from harts_hf.rollouts.episodes import ABSENT, EXACT_MASK, OFF_POLICY, RESERVED_KEYS, ROW_KEYS
 from harts_hf.rollouts.fields import shortened
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 
 
-def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int | None = None) -> None:
+def check_rollouts(
+    output: dict[str, Any], num_prompts: int, *, vocab_size: int | None = None, arrays: ReadArrays | None = None
+) -> None:
     """Checks a rollout function's output against TRL's contract, and that of episodes.
 
     Args:
@@ -22,6 +28,7 @@ def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int 
             ``off_policy`` that the policy is compared with ``logprobs``.
         num_prompts: prompts that the function was given; they come repeated.
         vocab_size: if given, token ids are checked against it.
+        arrays: where the arrays of token ids are kept that this makes.
 
     Raises:
         ValueError: missing keys, another number of rows, indices of ``episode`` that are none or do not ascend, an
@@ -51,9 +58,11 @@ def check_rollouts(output: dict[str, Any], num_prompts: int, *, vocab_size: int 
             )
     if output.get(ABSENT) is not None and output.get("episode") is None:
         _check_absent(output[ABSENT], set(), num_prompts)
+    arrays = ReadArrays() if arrays is None else arrays
     for row in range(num_rows):
         for key in ("prompt_ids", "completion_ids"):
-            _check_tokens(output[key][row], f"{key}[{row}]", vocab_size)
+            tokens = output[key][row]
+            _check_tokens(tokens, arrays[tokens], f"{key}[{row}]", vocab_size)
         length = len(output["completion_ids"][row])
         for key in ("logprobs", "env_mask", "advantages"):
             values = output.get(key)
@@ -113,10 +122,10 @@ def _check_absent(absent: Any, with_rows: set[int], num_prompts: int) -> None:
         raise ValueError(f"expected no rows of an episode that is {ABSENT!r}, got some of episode {both[0]}")
 
 
-def _check_tokens(tokens: Any, name: str, vocab_size: int | None) -> None:
+def _check_tokens(tokens: Any, found: NDArray[Any] | None, name: str, vocab_size: int | None) -> None:
     if len(tokens) == 0:
         raise ValueError(f"expected {name} to hold at least one token, got none")
-    low, high = min(tokens), max(tokens)
+    low, high = (min(tokens), max(tokens)) if found is None else (found.min(), found.max())
     if low < 0 or (vocab_size is not None and high >= vocab_size):
         raise ValueError(f"expected token ids in [0, {vocab_size}) in {name}, got {low if low < 0 else high}")
 
@@ -127,6 +136,9 @@ def _check_values(values: Any, key: str, row: int, length: int) -> None:
         raise ValueError(f"expected {name} to be a list of {length} entries, got {values!r}")
     if len(values) != length:
         raise ValueError(f"expected {name} to have {length} entries, one per completion token, got {len(values)}")
+    found = number_array(values)
+    if found is not None and _are_good(found, key):
+        return
     for position, value in enumerate(values):
         if key == "env_mask" and value not in (0, 1):
             raise ValueError(f"expected 0 or 1 in {name}, got {value} at position {position}")
@@ -134,3 +146,9 @@ def _check_values(values: Any, key: str, row: int, length: int) -> None:
             continue
         if value is None or not math.isfinite(value):
             raise ValueError(f"expected finite numbers in {name}, got {value} at position {position}")
+
+
+def _are_good(values: NDArray[Any], key: str) -> bool:
+    if key == "env_mask":
+        return bool(((values == 0) | (values == 1)).all())
+    return not np.isinf(values).any() if key == "logprobs" else bool(np.isfinite(values).all())

@@ -240,6 +240,9 @@ def environment_reward(*, environment_reward: list[float | None], **_: Any) -> l
     return environment_reward
 
 
+environment_reward.reads_texts = False  # type: ignore[attr-defined]
+
+
 def _fork_policy(
     branching: tuple[int, ...] | None, fork_turns: tuple[int, ...] | None, policy: ForkPolicy | None
 ) -> ForkPolicy:

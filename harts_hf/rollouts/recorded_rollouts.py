@@ -243,6 +243,9 @@ def recorded_reward(*, recorded_reward: list[float | None], **_: Any) -> list[fl
     return [0.0 if reward is None else reward for reward in recorded_reward]
 
 
+recorded_reward.reads_texts = False  # type: ignore[attr-defined]
+
+
 def _logprobs(sample: RecordedSample) -> list[float]:
     if sample.logprobs is None:  # nothing of it is trained
         return [0.0] * sample.completion_length

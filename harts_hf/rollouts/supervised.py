@@ -12,6 +12,11 @@ IGNORED = -100
 
 # From an episode's reward and those of its group to the weight of its rows.
 Weight = Callable[[float, Sequence[float]], float]
+# Weights by name.
+WEIGHTS: dict[str, Weight] = {
+    "reward": lambda reward, rewards: reward,
+    "best": lambda reward, rewards: float(reward == max(rewards)),
+}
 
 
 def supervised_dataset(
@@ -27,15 +32,15 @@ def supervised_dataset(
 
     Example, the best rollouts of each group only::
 
-        best = lambda reward, rewards: reward == max(rewards)
-        rows = supervised_dataset("results.jsonl.gz", tokenizer=tokenizer, weight=best)
+        rows = supervised_dataset("results.jsonl.gz", tokenizer=tokenizer, weight="best")
         TreeSFTTrainer(model, TreeSFTConfig(max_length=None, ...), train_dataset=rows).train()
 
     Args:
         source: a path or several, a data set or rows; see :class:`~harts_hf.rollouts.RecordedRollouts`.
         tokenizer: with a chat template; needed for conversations.
-        weight: of an episode's rows: a function of its reward and of the rewards of its group, ``"reward"`` for the
-            reward itself, None for no weights. Rows of weight 0 are left out. (TRL's own trainer knows no weights.)
+        weight: of an episode's rows: a function of its reward and of the rewards of its group; ``"reward"`` for the
+            reward itself; ``"best"`` for 1 where it is the highest of its group, else 0; None for no weights. Rows of
+            weight 0 are left out. (TRL's own trainer knows no weights.)
         format: the name of the files' form, or ``"auto"``.
         samples_per: ``"turn"`` or ``"conversation"``, for conversations.
         group_key: the key of each row's group; by default what the form has, or the whole file.
@@ -51,23 +56,24 @@ def supervised_dataset(
     """
     from datasets import Dataset
 
-    if not (weight is None or weight == "reward" or callable(weight)):
-        raise ValueError(f"expected weight to be a function, 'reward' or None, got {weight!r}")
+    weigh = WEIGHTS.get(weight) if isinstance(weight, str) else weight
+    if not callable(weigh) and weight is not None:
+        raise ValueError(f"expected weight to be a function, {', '.join(map(repr, WEIGHTS))} or None, got {weight!r}")
     form = None if format == "auto" else format
     groups = recorded_groups(read_groups(source, tokenizer, form=form, samples_per=samples_per, group_key=group_key))
     columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "group": []}
-    if weight is not None:
+    if weigh is not None:
         columns["weight"] = []
     for name, group in groups.items():
-        rewards = [] if weight is None else [_reward(episode) for episode in group.episodes]
+        rewards = [] if weigh is None else [_reward(episode) for episode in group.episodes]
         for number, episode in enumerate(group.episodes):
-            weighs = 1.0 if weight is None else _weight(weight, number, rewards, episode)
-            for sample in episode.samples if weighs else ():
+            weight_of = 1.0 if weigh is None else _weight(weigh, number, rewards, episode)
+            for sample in episode.samples if weight_of else ():
                 columns["input_ids"].append(sample.token_ids)
                 columns["labels"].append(_labels(sample))
                 columns["group"].append(name)
-                if weight is not None:
-                    columns["weight"].append(weighs)
+                if weigh is not None:
+                    columns["weight"].append(weight_of)
     if not columns["input_ids"]:
         raise ValueError("expected at least one row of another weight than 0, got none")
     return Dataset.from_dict(columns)
@@ -86,8 +92,8 @@ def _reward(episode: RecordedEpisode) -> float:
     return episode.reward
 
 
-def _weight(weight: Weight | str, number: int, rewards: Sequence[float], episode: RecordedEpisode) -> float:
-    found = float(weight(rewards[number], rewards) if callable(weight) else rewards[number])
+def _weight(weigh: Weight, number: int, rewards: Sequence[float], episode: RecordedEpisode) -> float:
+    found = float(weigh(rewards[number], rewards))
     if not np.isfinite(found):
         raise ValueError(f"expected weights that are finite numbers, got {found} ({episode.where})")
     return found

@@ -2,15 +2,11 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
-from harts_hf.batch import RowTable
 from harts_hf.modeling import ENTROPY, HEAD_VALUES, TreeAnswer, Wanted
 from harts_hf.runtime.values import TreeValues
-
-Table = TypeVar("Table", bound=RowTable)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,8 +64,3 @@ def inner_product(answered: Answered, coefficients: TreeValues) -> torch.Tensor:
         value = answered.answer["sums"][name]
         terms.append((value * total.to(value.dtype)).sum().to(terms[0].dtype))
     return sum(terms[1:], terms[0])
-
-
-def none_of(table: Table) -> Table:
-    """The table without any of its rows."""
-    return table.select(torch.zeros_like(table.rows, dtype=torch.bool))

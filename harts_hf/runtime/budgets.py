@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 
-from harts_hf.modeling.memory import RowBytes
+from harts_hf.modeling.memory import WORKSPACE, RowBytes
 from harts_hf.planner import CHUNK_SIZE, PlannerConfig
 
 # Part of the memory that is left for what is not predicted: fragments, temporary tensors, other processes.
@@ -53,12 +53,13 @@ def fitting_budget(rows: RowBytes, room: float, *, offload: bool = False, reason
     Raises:
         DoesNotFitError: not even one chunk of rows fits.
     """
-    left = room - rows.head - rows.layer
+    fixed = WORKSPACE + rows.head + rows.layer + rows.casts + rows.kept_casts  # of a trunk and a dependent
+    left = room - fixed
     count = (left - rows.logits * rows.chunk_rows) * (1 - KEPT) / rows.row
     if count < rows.chunk_rows:  # the head takes them all at once
         count = left * (1 - KEPT) / (rows.row + rows.logits)
     if count < CHUNK_SIZE:
-        needed = rows.head + rows.layer + CHUNK_SIZE * (rows.row + rows.logits) / (1 - KEPT)
+        needed = fixed + CHUNK_SIZE * (rows.row + rows.logits) / (1 - KEPT)
         raise DoesNotFitError(
             f"expected at least {_size(needed)} beside weights, gradients and optimizer ({_size(rows.head)} of them "
             f"for the head, {_size(rows.row)} per row), got {_size(room) if room > 0 else 'nothing left'}: take "

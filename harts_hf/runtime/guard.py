@@ -1,6 +1,7 @@
 """Notices that a model was changed between the forwards and backwards of one window."""
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ class _Bits(NamedTuple):
 
 
 Key = tuple[torch.device, torch.dtype]
+Modules = Mapping[str, nn.Module]
 
 
 class ModelGuard:
@@ -48,21 +50,27 @@ class ModelGuard:
     are watched instead, where they can be seen), PEFT registers parameters anew in another order, and forwards may
     write buffers, such as counts of tokens. Only buffers that are constants are watched: floating-point ones that are
     not saved, such as rotary frequencies.
+
+    Args:
+        model: without a wrapper or in one.
+        all_buffers: whether floating-point buffers that are saved are watched too, such as the bias of a router.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._modules = [(module, type(module)) for module in model.modules()]
+    def __init__(self, model: nn.Module, *, all_buffers: bool = False) -> None:
+        self._model, self._all_buffers = model, all_buffers
+        modules = dict(model.named_modules())  # gone through once: a walk takes a millisecond
+        self._modules = [(module, type(module)) for module in modules.values()]
         # After a forward FSDP2 may leave parameters whole; those are copies, made anew in each forward.
-        is_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
-        self._registered = None if is_fsdp else set(model.parameters())
-        self._rewritten = _rewritten_by_adapters(model)
+        is_fsdp = any(isinstance(module, FSDPModule) for module in modules.values())
+        parameters = _parameters(modules)
+        self._registered = None if is_fsdp else set(parameters.values())
+        self._rewritten = _rewritten_by_adapters(modules)
         self._facts = {
             (name, parameter): self._facts_of(parameter)
-            for name, parameter in model.named_parameters()
+            for name, parameter in parameters.items()
             if isinstance(parameter, DTensor) or not is_fsdp
         }
-        self._bits = self._sample()
+        self._bits = self._sample(modules)
 
     def check(self) -> None:
         """Compares counters and addresses; no device is waited for.
@@ -86,20 +94,25 @@ class ModelGuard:
             ModelChangedError: a parameter, a constant or a module was changed.
         """
         self.check()
-        modules = list(self._model.modules())
+        named = dict(self._model.named_modules())
+        modules = list(named.values())
         if len(modules) != len(self._modules):
             _fail(f"it has {len(modules)} modules instead of {len(self._modules)}")
         for module, (before, kind) in zip(modules, self._modules, strict=True):
             if module is not before or type(module) is not kind:
                 _fail(f"a {kind.__name__} was replaced by another module or its class changed (patch, unpatch)")
-        if self._registered is not None and set(self._model.parameters()) != self._registered:
+        if self._registered is not None and set(_parameters(named).values()) != self._registered:
             _fail("it has other parameters")
-        now = self._sample()
+        now = self._sample(named)
         if _layout(now) != _layout(self._bits):
             _fail("its constants are on other devices, or of other dtypes or shapes")
-        for key, bits in now.items():
-            if not torch.equal(bits.values, self._bits[key].values):
-                _fail(f"values of {_first_difference(bits, self._bits[key].values)} were replaced")
+        # Compared where they are, and waited for once on each device.
+        differ = {key: (bits.values != self._bits[key].values).any() for key, bits in now.items()}
+        for device in {device for device, _ in differ}:
+            keys = [key for key in differ if key[0] == device]
+            for key, found in zip(keys, torch.stack([differ[key] for key in keys]).tolist(), strict=True):
+                if found:
+                    _fail(f"values of {_first_difference(now[key], self._bits[key].values)} were replaced")
 
     def _facts_of(self, parameter: nn.Parameter) -> _Facts:
         is_gathered = hasattr(parameter, "ds_tensor")  # ZeRO-3 gathers into the parameter itself
@@ -109,17 +122,17 @@ class ModelGuard:
             requires_grad=parameter.requires_grad,
         )
 
-    def _sample(self) -> dict[Key, _Bits]:
+    def _sample(self, modules: Modules) -> dict[Key, _Bits]:
         """Evenly spaced values of all watched tensors, by device and dtype: one comparison for each."""
         parts: dict[Key, list[torch.Tensor]] = {}
         names: dict[Key, list[str]] = {}
-        for name, tensor in [*self._facts, *_constants(self._model)]:
+        for name, tensor in [*self._facts, *_buffers(modules, saved=self._all_buffers)]:
             shard = _shard(tensor).detach()
             if shard.is_meta or not shard.numel():
                 continue
             # An odd step does not stay in one column of a matrix whose sides are even.
             step = max(1, shard.numel() // SAMPLES) | 1
-            parts.setdefault((shard.device, shard.dtype), []).append(shard.reshape(-1)[::step])
+            parts.setdefault((shard.device, shard.dtype), []).append(_every(step, shard))
             names.setdefault((shard.device, shard.dtype), []).append(name)
         return {
             key: _Bits(names[key], list(accumulate(s.nbytes for s in samples)), torch.cat(samples).view(torch.uint8))
@@ -127,13 +140,31 @@ class ModelGuard:
         }
 
 
-def _constants(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _parameters(modules: Modules) -> dict[str, nn.Parameter]:
+    """By full name, each once, as ``named_parameters`` has them."""
+    found: dict[nn.Parameter, str] = {}
+    for prefix, module in modules.items():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, f"{prefix}.{name}" if prefix else name)
+    return {name: parameter for parameter, name in found.items()}
+
+
+def _buffers(modules: Modules, *, saved: bool) -> list[tuple[str, torch.Tensor]]:
+    """Floating-point ones that are not saved, which are constants; those that are saved, too, if ``saved``."""
     return [
         (f"{prefix}.{name}", buffer)
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name in module._non_persistent_buffers_set and buffer.is_floating_point()
+        for prefix, module in modules.items()
+        for name in sorted(module._buffers if saved else module._non_persistent_buffers_set)
+        if (buffer := module._buffers.get(name)) is not None and buffer.is_floating_point()
     ]
+
+
+def _every(step: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Each ``step``-th value, by one operation where memory has them in order: there are hundreds of tensors."""
+    if not tensor.is_contiguous():
+        return tensor.reshape(-1)[::step]
+    return tensor.as_strided((-(-tensor.numel() // step),), (step,))
 
 
 def _fail(what: str) -> None:
@@ -148,9 +179,9 @@ def _shard(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else getattr(tensor, "ds_tensor", tensor)
 
 
-def _rewritten_by_adapters(model: nn.Module) -> set[nn.Parameter]:
+def _rewritten_by_adapters(modules: Modules) -> set[nn.Parameter]:
     """Parameters that PEFT parametrizes in each forward: setting one to itself counts as a change in place."""
-    wrappers = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
+    wrappers = [module for module in modules.values() if type(module).__name__ == "ParamWrapper"]
     return {parameter for module in wrappers for parameter in module.base_layer.parameters()}  # type: ignore[union-attr]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from harts_hf.batch import LabelTable, RowTable, TreeBatch
 from harts_hf.modeling import ENTROPY, LOG_PROB, TreeAnswer, TreePass, Wanted
 from harts_hf.modeling.handoff import Handoff
 from harts_hf.planner.execution import DUMMY
-from harts_hf.runtime.answers import Answered, inner_product, none_of
+from harts_hf.runtime.answers import Answered, inner_product
 from harts_hf.runtime.guard import ModelGuard
 from harts_hf.runtime.lives import count_readers, handoff_lives
 from harts_hf.runtime.ops import Mode, ops_of
@@ -19,7 +20,7 @@ from harts_hf.runtime.ranks import Ranks
 from harts_hf.runtime.replayed import ReplayedRoutes
 from harts_hf.runtime.routes import TreeRoutes
 from harts_hf.runtime.slices import SliceTable
-from harts_hf.runtime.values import TreeValues, asked
+from harts_hf.runtime.values import TreeValues, asked, on_cpu
 from harts_hf.runtime.window import TreeWindow
 
 Backward = Callable[[torch.Tensor], None]
@@ -93,7 +94,7 @@ class WindowRun:
             kind, index = self._ops[position]
             batch = self._batch(index)
             if index in scored:  # a second S, for what it hands over, while other ranks are scoring yet
-                self._forward(position, names, none_of(batch.labels), none_of(batch.owned))
+                self._forward(position, names, batch.labels.none(), batch.owned.none())
                 continue
             answered = self._forward(position, names, batch.labels, batch.owned)
             scores = self._filled(scores, answered, names)
@@ -108,7 +109,7 @@ class WindowRun:
     @property
     def recompute_difference(self) -> float:
         """The largest difference of a log-prob computed again from its score, so far."""
-        return max((float(found) for found in self._differences), default=0.0)
+        return float(torch.stack(self._differences).max()) if self._differences else 0.0
 
     @property
     def scores(self) -> TreeValues:
@@ -136,8 +137,8 @@ class WindowRun:
             ModelChangedError: the model was changed since the first forward; see :mod:`harts_hf.runtime.guard`.
         """
         self._begin("backward", ("train",))
-        coefficients = self._without_idle_entropy(coefficients)
-        self._train(coefficients, backward, coefficients.names, coefficients.is_nonzero())
+        coefficients, wanted = self._asked_by(coefficients)
+        self._train(coefficients, backward, coefficients.names, wanted)
 
     def backward_unscored(
         self,
@@ -169,17 +170,22 @@ class WindowRun:
         self._begin("backward", ("unscored",))
         self._known = known
         if wanted is None:
-            coefficients = self._without_idle_entropy(coefficients)
-            wanted = coefficients.is_nonzero()
-        self._train(coefficients, backward, (*wanted, *coefficients.sums, *sums), wanted)
+            coefficients, masks = self._asked_by(coefficients)
+        else:
+            masks = on_cpu(wanted)
+        self._train(coefficients, backward, (*masks, *coefficients.sums, *sums), masks)
         return self.scores
 
-    def _without_idle_entropy(self, coefficients: TreeValues) -> TreeValues:
-        """Entropy costs more than its products: left out where no rank has a derivative by it."""
-        if ENTROPY not in coefficients.rows:
-            return coefficients
-        (needed,) = self.ranks.agree(int(bool((coefficients.rows[ENTROPY] != 0).any())))
-        return coefficients if needed else coefficients.without([ENTROPY])
+    def _asked_by(self, coefficients: TreeValues) -> tuple[TreeValues, Masks]:
+        """Derivatives, and where they are not 0, on the CPU. Entropy costs more than its products: without it where no
+        rank has a derivative by it."""
+        wanted = on_cpu(coefficients.is_nonzero())
+        if ENTROPY in wanted:
+            (needed,) = self.ranks.agree(int(wanted[ENTROPY].any()))
+            if not needed:
+                coefficients = coefficients.without([ENTROPY])
+                del wanted[ENTROPY]
+        return coefficients, wanted
 
     def _train(
         self, coefficients: TreeValues, backward: Backward | None, names: tuple[str, ...], wanted: Masks
@@ -191,10 +197,10 @@ class WindowRun:
             kind, index = self._ops[position]
             batch = self._batch(index)
             if kind == "S":  # only for what it hands over
-                self._forward(position, names, none_of(batch.labels), none_of(batch.owned))
+                self._forward(position, names, batch.labels.none(), batch.owned.none())
             elif kind == "F":
-                labels = batch.labels.select(asked(wanted, batch.labels.tree_rows, of_labels=True))
-                rows = batch.owned.select(asked(wanted, batch.owned.tree_rows, of_labels=False))
+                labels = batch.labels.select(asked(wanted, batch.labels.host.tree_rows, of_labels=True))
+                rows = batch.owned.select(asked(wanted, batch.owned.host.tree_rows, of_labels=False))
                 answered = self._forward(position, names, labels, rows)
                 self._answers.setdefault(index, []).append(answered)
                 if not scored:
@@ -231,7 +237,7 @@ class WindowRun:
             handoff=self.handoff if batch.imports or batch.exports else None,
             deterministic=options.deterministic,
             fused_modules=options.fused_modules,
-            slice_counts=self._counts_by_slice(index),
+            slice_counts=None if self._slices is None else partial(self._counts_by_slice, self._slices, index),
             routes=self.routes.before(index, batch),
         )
         self.handoff.keeping = self._lives.keeps[position]
@@ -268,14 +274,12 @@ class WindowRun:
     def _batch(self, index: int) -> TreeBatch:
         return self.window.dummy if index == DUMMY else self.window.batches[index]
 
-    def _counts_by_slice(self, index: int) -> torch.Tensor | None:
-        if self._slices is None:
-            return None
+    def _counts_by_slice(self, slices: SliceTable, index: int) -> torch.Tensor:
         if index not in self._slice_counts:
             counts = (
-                torch.zeros(self._slices.count, self.window.dummy.num_rows, dtype=torch.float64)
+                torch.zeros(slices.count, self.window.dummy.num_rows, dtype=torch.float64)
                 if index == DUMMY
-                else self._slices.counts(self.window.tree, self.window.part.microbatches[index])
+                else slices.counts(self.window.tree, self.window.part.microbatches[index])
             )
             self._slice_counts[index] = counts.to(self._batch(index).device)
         return self._slice_counts[index]

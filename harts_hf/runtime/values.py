@@ -40,12 +40,17 @@ class TreeValues:
         return {name: value != 0 for name, value in self.rows.items()}
 
 
+def on_cpu(masks: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``[N]`` masks by name on the CPU; a GPU is waited for once."""
+    return dict(zip(masks, torch.stack(list(masks.values())).cpu(), strict=True)) if masks else {}
+
+
 def asked(masks: Mapping[str, torch.Tensor], tree_rows: torch.Tensor, *, of_labels: bool) -> torch.Tensor:
     """``[P]`` bool, which of some rows of the tree any of the values of labels, or of rows themselves, is asked of.
 
     Args:
         masks: ``[N]`` bool by name of a value.
-        tree_rows: ``[P]``.
+        tree_rows: ``[P]``, on the masks' device.
         of_labels: whether values of labels count, or the others.
     """
     found = torch.zeros_like(tree_rows, dtype=torch.bool)

@@ -7,6 +7,7 @@ import torch
 
 from harts_hf.rollouts.credit import tree_advantages
 from harts_hf.rollouts.episodes import Episodes
+from harts_hf.trainers.generated import Generated
 from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.weighing import trained
 
@@ -32,7 +33,7 @@ class TreeAdvantages:
     # What TreeEpisodes and TreeHooks set.
     _episodes: Episodes | None
     _given_advantages: list[list[float]] | None
-    _generated: tuple[list[list[int]], list[list[int]]]
+    _generated: Generated
     _rewards_per_func: torch.Tensor | None
     _tree: TreePolicy
 
@@ -73,8 +74,10 @@ class TreeAdvantages:
         index = np.arange(rows) if self._episodes is None else self._episodes.index
         rewards = self._local(total, int(index[-1]) + 1, group_size).cpu().numpy()
         # As they were generated: rows that TRL leaves out as truncated still say what their histories came to.
-        trajectories = [np.concatenate(pair) for pair in zip(*self._generated, strict=True)]
-        prompt_lengths = [len(prompt) for prompt in self._generated[0]]
+        trajectories = [
+            np.concatenate(pair) for pair in zip(self._generated.prompts, self._generated.completions, strict=True)
+        ]
+        prompt_lengths = [len(prompt) for prompt in self._generated.prompts]
         by_policy = trained(output).cpu().numpy()
         spans = [
             turn_spans(mask[: len(tokens) - length], length)

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from trl import GRPOConfig, RLOOConfig
-from trl.experimental.gmpo import GMPOConfig
 
 from harts_hf.planner import CostModel, PlannerConfig
 from harts_hf.planner.config import ExecutionChoice, Sharing
@@ -181,6 +180,14 @@ class TreeOptions:
             "choices": list(FUSED_MODULES),
         },
     )
+
+    def __post_init__(self) -> None:
+        # TRL turns checkpointing on by the name that Transformers has given up, and Transformers would say so to users
+        # who named neither. What they set themselves is theirs to hear about.
+        options: Any = self
+        if options.activation_checkpointing is None and options.gradient_checkpointing is True:
+            options.activation_checkpointing = True
+        super().__post_init__()  # type: ignore[misc]
 
     def check_tree_options(self) -> None:
         """Raises ValueError for options that cannot work, before anything is sampled."""
@@ -362,19 +369,6 @@ class TreeGRPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
                 "(rewards are summed before they are compared below each turn), got "
                 f"{self.multi_objective_aggregation!r}"
             )
-
-
-@dataclass
-class TreeGMPOConfig(RolloutOptions, TreeOptions, GMPOConfig):
-    r"""
-    Configuration class for the [`TreeGMPOTrainer`]: every parameter of [`GMPOConfig`], those of [`TreeOptions`]
-    and of [`RolloutOptions`].
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_tree_options()
-        self.check_rollout_options()
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch import nn
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
+from harts_hf.rollouts.arrays import ReadArrays
 from harts_hf.rollouts.checks import check_rollouts
 from harts_hf.rollouts.episodes import (
     ABSENT,
@@ -28,6 +29,8 @@ from harts_hf.rollouts.episodes import (
     without_absent,
 )
 from harts_hf.rollouts.recorded_rollouts import RecordedRollouts
+from harts_hf.trainers.decoding import decoding, reads_texts
+from harts_hf.trainers.generated import Generated
 from harts_hf.trainers.grouping import grouped, ungrouped
 from harts_hf.trainers.lengths import log_lengths
 from harts_hf.trainers.off_policy import has_unknown
@@ -90,13 +93,15 @@ class TreeEpisodes:
         self._rows: dict[str, Any] = {}  # of the episodes, what the rollout function returned
         self._given_advantages: list[list[float]] | None = None
         self._given_rewards: list[list[float]] | None = None
-        self._generated: tuple[list[list[int]], list[list[int]]] = ([], [])  # prompts and completions of all rows
+        self._generated: Generated  # of all rows
+        self._arrays = ReadArrays()  # of the running generation
         self._rewards_per_func: torch.Tensor | None = None
         self.rollout_inputs: list[dict[str, Any]] = []
         super().__init__(model, reward_funcs, args, *more, **kwargs)  # type: ignore[call-arg]
         if isinstance(self.rollout_func, RecordedRollouts):
             self.rollout_func.check_trainer(self)
         # Outside whatever a subclass makes of it.
+        self._calculates_rewards = self._calculate_rewards
         self._calculate_rewards = functools.partial(self._rewards_of, self._calculate_rewards)
 
     def _collect(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -130,7 +135,7 @@ class TreeEpisodes:
         return {**output, **{key: [output[key][row] for row in last] for key in keys}}
 
     def _checked(self, output: dict[str, Any], num_prompts: int) -> dict[str, Any]:
-        check_rollouts(output, num_prompts, vocab_size=self._tree.planner.vocab_size)
+        check_rollouts(output, num_prompts, vocab_size=self._tree.planner.vocab_size, arrays=self._arrays)
         unread = [key for key in (TURN_REWARDS, TOKEN_REWARDS) if output.get(key) is not None]
         if unread and not self._reads_token_rewards:
             raise ValueError(
@@ -168,11 +173,13 @@ class TreeEpisodes:
         return any(of_rank.unknown for of_rank in states), any(of_rank.absent for of_rank in states)
 
     def _generate(self, prompts: list[Any]) -> Any:
-        parent: Any = super()
         if self.rollout_func is not None and self.rollout_func != self._collect:
             self._user_rollout_func, self.rollout_func = self.rollout_func, self._collect
+        with decoding(self.processing_class, self._arrays, reads=reads_texts(self, self._calculates_rewards)):
+            return self._generate_episodes(prompts, super())
+
+    def _generate_episodes(self, prompts: list[Any], parent: Any) -> Any:
         generated = parent._generate(prompts)
-        self._generated = generated[:2]
         if self._episodes is None:
             return generated
         if self.tools:  # TRL has just called them for the last samples
@@ -182,8 +189,8 @@ class TreeEpisodes:
         log_lengths(self, rows, self._episodes)
         if self._has_samples:
             extra_fields = {**extra_fields, "samples": self._samples(prompts, completions)}
-        self._generated = rows["prompt_ids"], rows["completion_ids"]
-        return (*self._generated, rows.get("env_mask"), completions, rows["logprobs"], extra_fields, *images)
+        tokens = rows["prompt_ids"], rows["completion_ids"]
+        return (*tokens, rows.get("env_mask"), completions, rows["logprobs"], extra_fields, *images)
 
     def _samples(self, prompts: list[Any], completions: list[Any]) -> list[list[Any]]:
         """For each episode the completions of its samples, in the form in which TRL gives the last one."""
@@ -213,7 +220,7 @@ class TreeEpisodes:
             ValueError: an infinite reward: TRL would turn what follows from it into huge finite advantages.
             OtherRankError: a reward function failed on another process.
         """
-        episodes = self._episodes
+        episodes, completion_ids_list = self._episodes, self._generated.completion_lists
         if episodes is not None:
             completion_ids_list = [completion_ids_list[row] for row in episodes.last_rows]
         rewards: torch.Tensor
@@ -242,7 +249,16 @@ class TreeEpisodes:
         columns = set(inputs[0])
         self.rollout_inputs = inputs
         parent: Any = super()
-        output: dict[str, Any] = parent._generate_and_score_completions(inputs)
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        self._arrays = ReadArrays()
+        # Between what a rollout function returns and TRL's tensors nobody changes a list, unless it is told to.
+        is_ours = self._generate.__module__.startswith("harts_hf.") and not self.tools
+        arrays = self._arrays if is_ours else ReadArrays()
+        self._generated = Generated(self._generate, corrects=corrects, arrays=arrays)
+        with replaced(self, "_generate", self._generated):
+            output: dict[str, Any] = parent._generate_and_score_completions(inputs)
+        self._generated.add_log_probs(output)
+        self._arrays = ReadArrays()
         episodes = self._episodes
         if episodes is None:
             return output

@@ -36,6 +36,7 @@ class TreeBudgets:
     Attributes:
         halvings: how often memory ran out so far.
         max_tokens: rows of a microbatch in the latest plan.
+        begins_again: whether steps are, where memory runs out; a benchmark of limits wants the error.
     """
 
     def __init__(self, trainer: Any, ranks: Ranks) -> None:
@@ -44,6 +45,7 @@ class TreeBudgets:
         self._logged = 0  # halvings that metrics have had
         self.halvings = 0
         self.max_tokens = 0
+        self.begins_again = True
 
     def applied(self, planner: WindowPlanner) -> WindowPlanner:
         """A planner with the limits that hold now; the first call is a collective where there are several processes.
@@ -121,7 +123,10 @@ class FittingUpdate(TreeUpdate):
         try:
             return work()
         except Exception as error:
-            smaller = halved(self.planner.config) if self.ranks.ran_out(error) else None
+            everywhere = self.ranks.ran_out(error)
+            if not self._budgets.begins_again:
+                raise
+            smaller = halved(self.planner.config) if everywhere else None
             if smaller is None:
                 if is_out_of_memory(error):
                     raise torch.OutOfMemoryError(f"{error}\n{self._why_not()}") from error

@@ -1,13 +1,28 @@
-"""GMPO on rollout trees."""
+"""GMPO on rollout trees: the one module that imports an experimental trainer of TRL."""
 
-from trl.experimental.gmpo import GMPOTrainer
+from dataclasses import dataclass
+
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from harts_hf.trainers.advantages import TreeAdvantages
-from harts_hf.trainers.config import TreeGMPOConfig
+from harts_hf.trainers.config import RolloutOptions, TreeOptions
 from harts_hf.trainers.episodes import TreeEpisodes
 from harts_hf.trainers.hooks import TreeHooks
 from harts_hf.trainers.off_policy import TreeOffPolicy
 from harts_hf.trainers.step import TreeStep
+
+
+@dataclass
+class TreeGMPOConfig(RolloutOptions, TreeOptions, GMPOConfig):
+    r"""
+    Configuration class for the [`TreeGMPOTrainer`]: every parameter of [`GMPOConfig`], those of [`TreeOptions`]
+    and of [`RolloutOptions`].
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_tree_options()
+        self.check_rollout_options()
 
 
 # TRL leaves its training_step untyped, so mypy finds it unlike TreeStep's.

@@ -9,10 +9,13 @@ from harts_hf.modeling import patch
 from harts_hf.modeling.checkpointing import allow_some_layers
 from harts_hf.modeling.checks import check_trainable
 from harts_hf.modeling.patching import causal_lm_of
+from harts_hf.trainers.experimental import own_collectors
 from harts_hf.trainers.expert_load import ExpertBiasUpdate, ExpertLoadFiles, send_bias_to_engines
 from harts_hf.trainers.loading import load_tokenizer, loading_text_models
+from harts_hf.trainers.model_card import TreeModelCard
 from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.precision import keep_answers_wide
+from harts_hf.trainers.present_names import PresentNames
 from harts_hf.trainers.refusals import check_settings, check_trl_version
 from harts_hf.trainers.resuming import TreeCheckpoints
 from harts_hf.trainers.router_loss import Support
@@ -24,7 +27,7 @@ from harts_hf.trainers.zero3 import gather_whole_layers
 _BEFORE_PROCESSING_CLASS = 5
 
 
-class TreeHooks(TreeRoutingReplay, TreeCheckpoints):
+class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints):
     """Mixin that stands *above* a TRL trainer in the MRO and lets it see a policy that runs on rollout trees.
 
     Overrides the one method through which TRL's losses see a policy; nothing of a loss is copied.
@@ -65,7 +68,7 @@ class TreeHooks(TreeRoutingReplay, TreeCheckpoints):
         model, args = positional[0], next(one for one in positional if isinstance(one, self._config_class))
         if len(positional) < _BEFORE_PROCESSING_CLASS + 1 and kwargs.get("processing_class") is None:
             kwargs["processing_class"] = load_tokenizer(model, args)
-        with loading_text_models(type(self)):
+        with loading_text_models(type(self)), own_collectors(kwargs.get("rollout_func")):
             trl_trainer.__init__(*positional, **kwargs)
 
     def _begin_tree(self, policy_class: type[TreePolicy]) -> None:

@@ -50,16 +50,6 @@ def gathered_bytes(model: nn.Module, width: int) -> Gathered:
     return Gathered(weights=float(width * (2 * max(layers) + total - sum(layers))), gradients=4.0 * max(layers))
 
 
-def cast_bytes(model: nn.Module, dtype: torch.dtype) -> float:
-    """Bytes of weights that autocast keeps in its own dtype during a forward and its graph, where theirs is wider.
-
-    Args:
-        model: not sharded.
-        dtype: that products run in.
-    """
-    return float(sum(dtype.itemsize * p.numel() for p in model.parameters() if p.element_size() > dtype.itemsize))
-
-
 def computing_dtype(trainer: Any) -> torch.dtype:
     """The dtype that a trainer's products run in."""
     dtype: torch.dtype = next(trainer.model.parameters()).dtype
@@ -86,9 +76,10 @@ def measured_budget(trainer: Any) -> Budget:
         dtype=computing_dtype(trainer),
         checkpointing=args.gradient_checkpointing,
         fused=args.tree_fused_modules == "auto",
+        sharded=_is_sharded(trainer),
     )
     reason = (
-        f"{free / 1e9:,.1f} GB free, {coming / 1e9:,.1f} GB of gradients, optimizer and copies of weights to come, "
+        f"{free / 1e9:,.1f} GB free, {coming / 1e9:,.1f} GB of gradients and optimizer to come, "
         f"{margin / 1e9:,.1f} GB left alone, {rows.row / 1e6:,.2f} MB a row"
     )
     return fitting_budget(rows, free - coming - margin, offload=args.tree_offload_handoff, reason=reason)
@@ -100,7 +91,6 @@ def bytes_to_come(trainer: Any) -> float:
     Of an optimizer whose states are not known here, two of each parameter are taken off, as AdamW has.
     """
     kind = trainer.accelerator.distributed_type
-    is_sharded = kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     dtype = computing_dtype(trainer)
     value_model = getattr(trainer, "value_model", None)
     models = [trainer.accelerator.unwrap_model(one) for one in (trainer.model, value_model) if one is not None]
@@ -114,11 +104,13 @@ def bytes_to_come(trainer: Any) -> float:
         trained_bytes = float(sum(count * size for count, size in sizes))
         states = optimizer_bytes(name, sum(count for count, _ in sizes), trained_bytes)
         total += 2 * trained_bytes if states is None else states
-    if is_sharded:
+    if _is_sharded(trainer):
         total += sum(sum(gathered_bytes(causal_lm_of(model), dtype.itemsize)) for model in models)
-    else:
-        total += sum(cast_bytes(model, dtype) for model in models)
     return float(total)
+
+
+def _is_sharded(trainer: Any) -> bool:
+    return trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
 def _local(parameter: Any) -> torch.Tensor:

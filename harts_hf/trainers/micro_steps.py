@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from harts_hf.batch.tables import read_together
 from harts_hf.trainers.settings import Settings
 
 
@@ -59,12 +60,7 @@ def active_adapters(policy: Any) -> Any:
 
 
 def on_cpu(slices: list[TRLSlice]) -> list[dict[str, Any]]:
-    """The batches of slices on the CPU: copied all at once, and waited for once."""
-    found = [
-        {k: v.to("cpu", non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in one.batch.items()}
-        for one in slices
-    ]
-    devices = {v.device for one in slices for v in one.batch.values() if isinstance(v, torch.Tensor) and v.is_cuda}
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
-    return found
+    """The batches of slices on the CPU: copied together, and waited for once."""
+    tensors = [v for one in slices for v in one.batch.values() if isinstance(v, torch.Tensor)]
+    copies = iter(read_together(tensors))
+    return [{k: next(copies) if isinstance(v, torch.Tensor) else v for k, v in one.batch.items()} for one in slices]

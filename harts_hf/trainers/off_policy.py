@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from harts_hf.trainers.micro_steps import active_adapters
 from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.weighing import trained
 
@@ -79,7 +78,7 @@ class TreeOffPolicy:
         return found
 
     def _active_adapters(self) -> Any:
-        return active_adapters(self.accelerator.unwrap_model(self.model))
+        return self._tree.active_adapters()
 
     def _recorded(self, output: Mapping[str, Any]) -> torch.Tensor:
         """``[B, C]``, finite everywhere: the policy's own where a trained token's is unknown, 0 where none is trained

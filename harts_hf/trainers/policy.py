@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from harts_hf.trainers.planning import planner_of, run_options_of
 from harts_hf.trainers.ranks import AccelerateRanks
 from harts_hf.trainers.router_loss import RouterLoss
 from harts_hf.trainers.routing_replay import RoutingReplay
-from harts_hf.trainers.rows import PaddedRows, token_ids
+from harts_hf.trainers.rows import PaddedRows, token_ids, without_prompts
 from harts_hf.trainers.scored_once import RecordedReference, ScoredOnce, Weights
 from harts_hf.trainers.settings import SettingsOfSlices, read_settings
 from harts_hf.trainers.skipping import has_custom_loss, reason_to_score
@@ -64,7 +65,8 @@ class TreePolicy:
         self.scaled_loss: torch.Tensor | None = None  # what TreeEpisodes made of TRL's latest loss
         self._leaves: SliceLeaves | None = None
         self._settings: SettingsOfSlices | None = None
-        self._inner: dict[int, Any] = {}
+        # Models without Accelerate's wrappers: to find one takes milliseconds.
+        self._inner: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
         self._num_slices = 0  # of the running step
 
     @property
@@ -76,6 +78,10 @@ class TreePolicy:
     def is_in_loss(self) -> bool:
         """Whether the loss of a slice is being computed."""
         return self._leaves is not None
+
+    def active_adapters(self) -> Any:
+        """Of the policy; see :func:`harts_hf.trainers.micro_steps.active_adapters`."""
+        return active_adapters(self._unwrapped(self.trainer.model))
 
     def add_slice(self, batch: dict[str, Any]) -> None:
         """Keeps the batch of a micro-step until the optimizer step's last one."""
@@ -168,14 +174,12 @@ class TreePolicy:
         if loss_device is not None:
             num_items = num_items.cpu() if isinstance(num_items, torch.Tensor) else num_items
             slices = [replace(one, batch=batch) for one, batch in zip(slices, on_cpu(slices), strict=True)]
-        self._inner = {id(one): self._unwrapped(one) for one in (model, self.trainer.model)}
         self._num_slices = len(slices)
         try:
             return self._run(model, slices, num_items, loss_device)
         finally:
             self._settings.restore()
             self.totals = self.scaled_loss = None
-            self._inner = {}
 
     def _run(self, model: nn.Module, slices: list[TRLSlice], num_items: Any, loss_device: str | None) -> UpdateReport:
         """The update of a step, with TRL's own loss; what a kind of training does in its own way."""
@@ -233,13 +237,21 @@ class TreePolicy:
             rows=token_ids(batch),
             aux_loss=aux_loss,
             with_grad=torch.is_grad_enabled(),
-            adapters=active_adapters(self._unwrapped(self.trainer.model)),
+            adapters=self.active_adapters(),
         )
 
     def _unwrapped(self, model: Any) -> Any:
-        """The model inside Accelerate's wrappers; during a step known, since finding it takes milliseconds."""
-        known = self._inner.get(id(model))
-        return self.trainer.accelerator.unwrap_model(model) if known is None else known
+        """The model inside Accelerate's wrappers."""
+        known = self._inner.get(model)
+        found = None if known is None else known()
+        if found is None:
+            found = self.trainer.accelerator.unwrap_model(model)
+            self._inner[model] = ref(found)
+        return found
+
+    def _loss_batch(self, one: TRLSlice) -> dict[str, Any]:
+        """What the loss of a slice is given; TRL's own losses read nothing of prompts but which rows they ask for."""
+        return one.batch if has_custom_loss(self.trainer) else without_prompts(one.batch)
 
     def _update(self, model: nn.Module, device: Any, *, on_scored: Any = None) -> TreeUpdate:
         is_policy = self._unwrapped(model) is self._unwrapped(self.trainer.model)
@@ -260,8 +272,10 @@ class TreePolicy:
     def _loss_device(self, slices: list[TRLSlice]) -> str | None:
         """The CPU for TRL's own losses and batches of a size that a CPU is quick at: on a GPU a loss is a hundred
         launches, and a wait for each metric. None elsewhere."""
-        largest = max(v.numel() for one in slices for v in one.batch.values() if isinstance(v, torch.Tensor))
-        return "cpu" if largest <= MOST_ON_CPU and not has_custom_loss(self.trainer) else None
+        if has_custom_loss(self.trainer):
+            return None
+        tensors = (v for one in slices for v in without_prompts(one.batch).values() if isinstance(v, torch.Tensor))
+        return "cpu" if max(tensor.numel() for tensor in tensors) <= MOST_ON_CPU else None
 
     def _reason_to_score(self, one: TRLSlice) -> str | None:
         assert self._settings is not None
@@ -274,10 +288,11 @@ class TreePolicy:
         self._settings.apply(one.number)
         trainer = self.trainer
         aux_loss = self.router_loss.of_slice(leaves, one.number, self._num_slices)
-        self._leaves = self._slice_leaves(one.batch, leaves, aux_loss)
+        batch = self._loss_batch(one)
+        self._leaves = self._slice_leaves(batch, leaves, aux_loss)
         try:
-            with self.ranks.marked(is_last), trainer.compute_loss_context_manager():
-                loss: Any = trainer.compute_loss(model, one.batch, num_items_in_batch=num_items)
+            with self.ranks.marked(is_last), self.ranks.gathering_alone(), trainer.compute_loss_context_manager():
+                loss: Any = trainer.compute_loss(model, batch, num_items_in_batch=num_items)
             if self.totals is not None and not self.totals.even and loss is not self.scaled_loss:
                 raise ValueError(
                     "expected compute_loss to return what the tree trainer's does where episodes have different "

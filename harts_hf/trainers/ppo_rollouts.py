@@ -11,6 +11,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from harts_hf.rollouts.episodes import TRUNCATED, Episodes
 from harts_hf.trainers.gae import Estimates, estimate_advantages
+from harts_hf.trainers.generated import Generated
 from harts_hf.trainers.ppo_policy import (
     ADVANTAGES,
     KL_COEF,
@@ -59,7 +60,7 @@ class TreePPORollouts:
     _episodes: Episodes | None
     _given_advantages: Any
     _given_rewards: list[list[float]] | None
-    _generated: tuple[list[list[int]], list[list[int]]]
+    _generated: Generated
     _rewards_per_func: torch.Tensor | None
     _tree: TreeActorCritic
 
@@ -212,7 +213,7 @@ class TreePPORollouts:
         if self._truncated is not None:
             return np.asarray(self._truncated, np.bool_)
         ends = (*self.eos_token_ids, self._tokenizer.pad_token_id)
-        return np.array([self._generated[1][row][-1] not in ends for row in last_rows.tolist()])
+        return np.array([self._generated.completions[row][-1] not in ends for row in last_rows.tolist()])
 
     def _trees(self, index: NDArray[np.int64], count: int) -> NDArray[np.int64]:
         """``[B]``, which tree (rollouts of one prompt) each row belongs to, from 0."""

@@ -51,8 +51,9 @@ class ValuedRows:
         ``[B, C + 1]`` for values, in column ``t`` the state that token ``t`` is drawn from, after a row's last token
         that of its end."""
         tokens = self.rows.index(paths)
-        states = np.full((len(self.rows.input_ids), self.rows.num_scored + 1), -1, np.int64)
+        num_rows, num_columns = self.rows.completion_mask.shape
+        states = np.full((num_rows, num_columns + 1), -1, np.int64)
         for row, path in zip(np.flatnonzero(self.rows.is_scored).tolist(), paths, strict=True):
-            count = int((self.rows.attention_mask[row, -self.rows.num_scored :] != 0).sum())
+            count = int((self.rows.completion_mask[row] != 0).sum())
             states[row, : count + 1] = path[len(path) - count - 1 :]
         return {LOG_PROB: tokens[LOG_PROB], ENTROPY: tokens[ENTROPY], VALUE: states}

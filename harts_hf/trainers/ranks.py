@@ -262,6 +262,25 @@ class AccelerateRanks(Ranks):
             yield
 
     @contextmanager
+    def gathering_alone(self) -> Iterator[None]:
+        """Inside, the accelerator of a single process gathers and reduces tensors at once: Accelerate first reads the
+        environment, for each metric of each slice."""
+        accelerator = self.accelerator
+        if self.count > 1:
+            yield
+            return
+        gather, reduce = accelerator.gather, accelerator.reduce
+
+        def gathered(tensor: Any) -> Any:
+            return tensor if isinstance(tensor, torch.Tensor) else gather(tensor)
+
+        def reduced(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            return tensor.clone() if isinstance(tensor, torch.Tensor) else reduce(tensor, *args, **kwargs)
+
+        with replaced(accelerator, "gather", gathered), replaced(accelerator, "reduce", reduced):
+            yield
+
+    @contextmanager
     def gathering_ragged(self) -> Iterator[None]:
         """Inside, the accelerator gathers tensors of other first dimensions on each rank, which would abort gloo.
 

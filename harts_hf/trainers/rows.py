@@ -24,16 +24,18 @@ class PaddedRows:
     auxiliary loss and the experts' load count their prompts.
 
     Attributes:
-        input_ids: ``[B, P + C]``.
-        attention_mask: ``[B, P + C]``, 1 on real tokens; 0 on all completion columns of a row that is left out.
-        num_scored: C.
+        prompt_ids: ``[B, P]``.
+        prompt_mask: ``[B, P]``, not 0 on real tokens.
+        completion_ids: ``[B, C]``.
+        completion_mask: ``[B, C]``, not 0 on real tokens; 0 on all columns of a row that is left out.
         keeps_all: whether rows without a token to score take part.
         routes_of_rows: ``[B]`` experts of each row's first tokens that are known before; None for none.
     """
 
-    input_ids: NDArray[np.int64]
-    attention_mask: NDArray[np.int64]
-    num_scored: int
+    prompt_ids: NDArray[np.int64]
+    prompt_mask: NDArray[np.int64]
+    completion_ids: NDArray[np.int64]
+    completion_mask: NDArray[np.int64]
     keeps_all: bool = False
     routes_of_rows: Sequence[TokenRoutes | None] | None = None
 
@@ -41,36 +43,47 @@ class PaddedRows:
     def from_tensors(
         cls, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_scored: int, *, keeps_all: bool = False
     ) -> "PaddedRows":
-        """From TRL's tensors, on any device.
+        """From TRL's tensors ``[B, P + C]``, on any device, of which ``num_scored`` columns are completions.
 
         Raises:
             ValueError: a row with scored tokens but no prompt (nothing would predict its first token).
         """
-        rows = cls(
-            input_ids=input_ids.cpu().numpy(),
-            attention_mask=attention_mask.cpu().numpy(),
-            num_scored=num_scored,
-            keeps_all=keeps_all,
-        )
-        empty = np.flatnonzero(rows.is_scored & ~rows.attention_mask[:, :-num_scored].any(axis=1))
-        if empty.size:
-            raise ValueError(f"expected prompts of at least one token, got an empty one in row {empty[0]}")
-        return rows
+        ids, mask = input_ids.cpu().numpy(), attention_mask.cpu().numpy()
+        start = ids.shape[1] - num_scored
+        return cls._checked(ids[:, :start], mask[:, :start], ids[:, start:], mask[:, start:], keeps_all)
 
     @classmethod
     def from_batch(cls, batch: dict[str, Any], *, keeps_all: bool = False) -> "PaddedRows":
         """From a batch of TRL's; errors as in :meth:`from_tensors`."""
-        masks = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        return cls.from_tensors(token_ids(batch), masks, batch["completion_ids"].shape[1], keeps_all=keeps_all)
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        prompt_ids, prompt_mask, ids, mask = (batch[name].cpu().numpy() for name in names)
+        return cls._checked(prompt_ids, prompt_mask, ids, mask, keeps_all)
+
+    @classmethod
+    def _checked(
+        cls, prompt_ids: Any, prompt_mask: Any, completion_ids: Any, completion_mask: Any, keeps_all: bool
+    ) -> "PaddedRows":
+        rows = cls(
+            prompt_ids=prompt_ids,
+            prompt_mask=prompt_mask,
+            completion_ids=completion_ids,
+            completion_mask=completion_mask,
+            keeps_all=keeps_all,
+        )
+        empty = np.flatnonzero(rows.is_scored & ~prompt_mask.any(axis=1))
+        if empty.size:
+            raise ValueError(f"expected prompts of at least one token, got an empty one in row {empty[0]}")
+        return rows
 
     @property
     def is_scored(self) -> Any:
         """``[B]`` whether a row has a token to score."""
-        return self.attention_mask[:, -self.num_scored :].any(axis=1)
+        return self.completion_mask.any(axis=1)
 
     def tokens(self, row: int) -> IntArray:
         """The real tokens of a row."""
-        return self.input_ids[row][self.attention_mask[row] != 0]
+        prompt = _real(self.prompt_ids[row], self.prompt_mask[row])
+        return np.concatenate([prompt, _real(self.completion_ids[row], self.completion_mask[row])])
 
     def trajectories(self) -> list[IntArray]:
         """The real tokens of every row that takes part."""
@@ -103,17 +116,33 @@ class PaddedRows:
 
     def index(self, paths: Sequence[IntArray]) -> dict[str, NDArray[np.int64]]:
         """``[B, C]``, for log-probs and entropies alike, the tree row whose token a column holds; -1 for none."""
-        index = np.full((len(self.input_ids), self.num_scored), -1, np.int64)
+        index = np.full(self.completion_ids.shape, -1, np.int64)
         for row, path in zip(self._rows(), paths, strict=True):
-            in_completion = self.attention_mask[row, -self.num_scored :] != 0
+            in_completion = self.completion_mask[row] != 0
             index[row, in_completion] = path[len(path) - int(in_completion.sum()) :]
         return dict.fromkeys(LABEL_VALUES, index)
 
     def _rows(self) -> list[int]:
-        takes_part = self.attention_mask.any(axis=1) if self.keeps_all else self.is_scored
+        takes_part = self.is_scored
+        if self.keeps_all:
+            takes_part = takes_part | self.prompt_mask.any(axis=1)
         return np.flatnonzero(takes_part).tolist()
+
+
+def _real(ids: IntArray, mask: IntArray) -> IntArray:
+    """``[L]`` the ids where a mask is not 0: a view where padding stands on one side only."""
+    count = np.count_nonzero(mask)
+    if mask[len(mask) - count :].all():
+        return ids[len(ids) - count :]
+    return ids[:count] if mask[:count].all() else ids[mask != 0]
 
 
 def token_ids(batch: dict[str, Any]) -> torch.Tensor:
     """``[B, P + C]`` token ids of a batch of TRL's."""
     return torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+
+
+def without_prompts(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch of TRL's with prompts of one column, as far as it has prompts: a step's are mostly their padding."""
+    shortened: dict[str, Any] = {n: batch[n][:, -1:] for n in ("prompt_ids", "prompt_mask") if n in batch}
+    return {**batch, **shortened}

@@ -6,29 +6,27 @@ seen: numbers (NumPy's and tensors of one number too), strings, bools, enums and
 arguments. What is changed within an object (a list, a dictionary) reaches every slice.
 """
 
+from collections.abc import Iterable
 from enum import Enum
-from itertools import pairwise
+from functools import lru_cache
+from itertools import compress, pairwise
+from operator import is_not
 from typing import Any
 
 import numpy as np
 import torch
 
-Owner = str
-Settings = dict[tuple[Owner, str], Any]
+# By owner ("trainer", "args") all attributes; what of them is a setting is looked at where one has changed.
+Settings = dict[str, dict[str, Any]]
+Key = tuple[str, str]
 
 # What forwards read; one tree forward serves all slices of a step.
 OF_THE_FORWARD = (("trainer", "temperature"), ("args", "temperature"), ("args", "cast_lm_head_to_fp32"))
 
 
 def read_settings(trainer: Any) -> Settings:
-    """All settings now."""
-    owners = {"trainer": trainer, "args": trainer.args}
-    return {
-        (owner, name): value
-        for owner, holder in owners.items()
-        for name, value in vars(holder).items()
-        if _is_setting(value)
-    }
+    """All attributes now; hold them no longer than a step."""
+    return {"trainer": dict(vars(trainer)), "args": dict(vars(trainer.args))}
 
 
 class SettingsOfSlices:
@@ -46,17 +44,17 @@ class SettingsOfSlices:
 
     def __init__(self, trainer: Any, taken: list[Settings]) -> None:
         self._trainer = trainer
-        self._changes: list[Settings] = []
-        for before, after in pairwise(taken):
-            self._changes.append({key: v for key, v in after.items() if key in before and not _same(before[key], v)})
-        first, changed = taken[0], {key for change in self._changes for key in change}
-        for key in OF_THE_FORWARD:
-            if key in changed:
+        self._changes: list[dict[Key, Any]] = [_changed(before, after) for before, after in pairwise(taken)]
+        changed = {key for change in self._changes for key in change}
+        first = {(owner, name): taken[0][owner][name] for owner, name in changed if name in taken[0][owner]}
+        for owner, name in OF_THE_FORWARD:
+            if (owner, name) in changed:
+                values = [one[owner][name] for one in taken]
                 raise ValueError(
-                    f"expected the same {key[1]} throughout an optimizer step, got {[one[key] for one in taken]}: one "
-                    "forward serves all of its micro-steps"
+                    f"expected the same {name} throughout an optimizer step, got {values}: one forward serves all of "
+                    "its micro-steps"
                 )
-        self._changes.insert(0, {key: first[key] for key in changed if key in first})
+        self._changes.insert(0, first)
         self._applied = len(taken) - 1
 
     def apply(self, number: int) -> None:
@@ -72,12 +70,38 @@ class SettingsOfSlices:
             self.apply(number)
 
 
+def _changed(before: Settings, after: Settings) -> dict[Key, Any]:
+    """Settings that are others than before."""
+    return {
+        (owner, name): value
+        for owner, attributes in after.items()
+        for name, earlier, value in _replaced(before[owner], attributes)
+        if _is_setting(value) and _is_setting(earlier) and not _same(earlier, value)
+    }
+
+
+def _replaced(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Name, object before and object now of attributes that hold another object; hundreds do not, of each slice."""
+    if list(before) == list(after):
+        names: Iterable[str] = compress(after, map(is_not, before.values(), after.values()))
+    else:
+        names = (name for name, value in after.items() if value is not before.get(name, value))
+    return [(name, before[name], after[name]) for name in names]
+
+
 def _is_setting(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
+    kind: Any = type(value)
+    if _is_plain(kind):
+        return True
+    if issubclass(kind, torch.Tensor):
         return value.dim() == 0
-    if isinstance(value, tuple):
-        return all(map(_is_setting, value))
-    return value is None or isinstance(value, bool | int | float | str | np.generic | Enum)
+    return issubclass(kind, tuple) and all(map(_is_setting, value))
+
+
+@lru_cache(maxsize=1024)
+def _is_plain(kind: type) -> bool:
+    """Remembered by type, since every micro-step goes through some 400 attributes."""
+    return kind is type(None) or issubclass(kind, bool | int | float | str | np.generic | Enum)
 
 
 def _same(one: Any, other: Any) -> bool:

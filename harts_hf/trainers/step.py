@@ -1,5 +1,6 @@
 """The training step below TRL's trainer: collects the slices of an optimizer step, then runs them as one update."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,8 +8,10 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from trl.trainer.base_trainer import _BaseTrainer
 
+from harts_hf.trainers.clipping import clip_gradients
 from harts_hf.trainers.metrics import tree_metrics
 from harts_hf.trainers.policy import TreePolicy
+from harts_hf.trainers.zero_loss import zero_loss
 
 
 class TreeStep(_BaseTrainer):
@@ -37,7 +40,7 @@ class TreeStep(_BaseTrainer):
             optimizer.train()
         self._tree.add_slice(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
+            return zero_loss(self.args.device)
         report = self._tree.step(model, num_items_in_batch)
         metrics = tree_metrics(report, self._tree.ranks, self._tree.routing)
         metrics |= self._tree.expert_load.note(report.sums) | self._tree.budgets.metrics()
@@ -47,3 +50,13 @@ class TreeStep(_BaseTrainer):
         if empty_cache is not None and self.state.global_step % empty_cache == 0:
             clear_device_cache()
         return report.loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        parent: Any = super()
+        own = clip_gradients(self, model, self.args.max_grad_norm)
+        return parent._clip_grad_norm(model) if own is None else own
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        parent: Any = super()
+        own = clip_gradients(self, model, math.inf) if grad_norm is None else None
+        return parent._get_grad_norm(model, grad_norm=grad_norm if own is None else own)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -47,7 +48,7 @@ Progress = Callable[[int, Way], None]
 
 def verify(
     model: nn.Module,
-    draws: Sequence[Sequence[IntArray]],
+    draws: Sequence[Sequence[IntArray | Sequence[int]]],
     *,
     planner: PlannerConfig | None = None,
     with_oracle: bool = True,
@@ -66,9 +67,9 @@ def verify(
 
     Args:
         model: a causal language model of a supported family in float32 or bfloat16; it is left unpatched.
-        draws: trajectories of each draw, ``[L]`` token ids, at least two each. Errors scatter from draw to draw, so
-            one draw judges by the widest limits only. Draws of the same trajectories differ in their weights, but
-            round alike, and count as one.
+        draws: trajectories of each draw, ``[L]`` token ids (arrays or lists), at least two each. Errors scatter
+            from draw to draw, so one draw judges by the widest limits only. Draws of the same trajectories differ in
+            their weights, but round alike, and count as one.
         planner: how the tree is run; sharing always if None. It is run once more as :func:`planner_of_parts` says.
         with_oracle: whether to compare with float64: a copy of the model, or where that does not fit, layer by layer.
         seed: of the weights.
@@ -81,17 +82,18 @@ def verify(
         ValueError: a router's loss of a model without routers, no draws, or a draw without trajectories or with one of
             fewer than two tokens; NaN or infinity in the model, or in what it computes unpatched.
     """
-    _check_draws(draws)
+    arrays = [[np.asarray(tokens, dtype=np.int64) for tokens in draw] for draw in draws]
+    _check_draws(arrays)
     unpatch(patch(model))  # refuses what is not supported before anything is computed
     if router_loss and not has_routers(model):
         raise ValueError(f"expected a mixture of experts with router_loss={router_loss}, got {type(model).__name__}")
     _check_finite("parameters and buffers", {**dict(model.named_parameters()), **dict(model.named_buffers())})
     planner = planner or PlannerConfig(sharing="always")
     oracle = build_oracle(model) if with_oracle else None
-    indices = _indices(draws)
+    indices = _indices(arrays)
     log_probs = LogProbs()
     gradients = {name: GradientErrors(kind=kind) for name, kind in parameter_kinds(model).items()}
-    for number, trajectories in enumerate(draws):
+    for number, trajectories in enumerate(arrays):
         weights = _weights(trajectories, seed + number)
         ways = _measure(model, oracle, trajectories, weights, planner, router_loss, partial(progress, number))
         _add_draw(log_probs, gradients, ways, indices[number])
@@ -108,8 +110,8 @@ def verify(
     if first.passed:
         return first
     few, many = ROUNDED_RUNS
-    runs = min(many, max(few, ROUNDED_TOKENS // sum(len(tokens) for draw in draws for tokens in draw)))
-    for number, trajectories in enumerate(draws):
+    runs = min(many, max(few, ROUNDED_TOKENS // sum(len(tokens) for draw in arrays for tokens in draw)))
+    for number, trajectories in enumerate(arrays):
         progress(number, ROUNDED)
         weights = _weights(trajectories, seed + number)
         exact = measure_expanded(model, trajectories, weights, router_loss=router_loss)

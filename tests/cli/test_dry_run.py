@@ -213,14 +213,14 @@ def test_parameters_and_memory_are_those_of_the_trainer(dry_run, tmp_path):
 
 def test_limits_that_fit_are_planned(dry_run):
     """Of a GPU's memory; where nothing is left, the error says what would be needed, and no plan is shown."""
-    small = ("--use_cpu", "false", "--dry_run_memory", "40MB")
+    small = ("--use_cpu", "false", "--dry_run_memory", "350MB")
     status, said = dry_run(*small)
     rows = int(re.search(r"limits auto: ([\d,]+) rows a microbatch, graphs of", said)[1].replace(",", ""))
-    assert status == 0 and 64 <= rows < 65_536 and "fits into 0.0 GB, 10% of which are left alone" in said
+    assert status == 0 and 64 <= rows < 65_536 and "fits into 0.3 GB, 10% of which are left alone" in said
     assert int(re.search(r"([\d,]+) rows at most", said)[1].replace(",", "")) <= rows
     _, said = dry_run(*small, "--tree_max_tokens_per_microbatch", "128")
     assert "limits auto" not in said
-    status, said = dry_run(*small[:3], "2MB")
+    status, said = dry_run(*small[:3], "100MB")
     assert status == 1 and "GB beside weights, gradients and optimizer" in said and "rows at most" not in said
     assert dry_run("--dry_run_memory", "much")[0] == 2
 
@@ -240,8 +240,7 @@ def test_shards_of_each_backend(tmp_path):
     fsdp = find_launch(written(tmp_path, "FSDP", fsdp_config={"fsdp_version": 2}), None, 1)
     assert tuple(p.bytes / 10_000 for p in memory._states(model, args, fsdp, False)) == (4 / 8, 4 / 8, 8 / 8)
     ddp = find_launch(None, 8, 1)
-    # 2 bytes of each weight that autocast casts, and as many as all gradients have.
-    assert {p.name: p.bytes / 10_000 for p in memory._working(model, args, ddp)} == {"cast weights": 2, "buckets": 4}
+    assert [p.name for p in memory._working(model, args, ddp)] == ["buckets"]
     assert tuple(p.bytes / 10_000 for p in memory._states(model, args, ddp, False)) == (4, 4, 8)
 
 

@@ -8,7 +8,7 @@ A case is ``backend:family:kind[:option]...``; kinds and options are the diction
 import os
 import pickle
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +51,7 @@ OPTIONS = {
     },
     "routes": {"tree_replay_routing": "engine"},  # drawn at random
     "lora": {},
-    "unarmed": {},  # planted: DDP's reducer is not told of a last backward that does not follow its forward
+    "unarmed": {},  # planted: DDP's reducer is not told of a step's last backward
     "unflagged": {},  # planted: nor is ZeRO-3 told that another backward begins
     "idle": {"mask_truncated_completions": True},  # rank 0's are all truncated: it has no trajectories
     "uneven": {},  # rank 0 has one token to score in each rollout
@@ -78,13 +78,21 @@ def plan_at_random(seed: int):
 
 
 def plant_untold():
-    """Backends are not told of backwards that do not follow their forwards."""
+    """Backends are not told of backwards: DDP of the last one, DeepSpeed of any that does not follow its forward."""
     from harts_hf.trainers.ranks import AccelerateRanks
 
     around = AccelerateRanks._around
-    AccelerateRanks._around = lambda self, model, outputs, is_last, follows: around(
-        self, model, outputs, is_last, True
-    )
+
+    @contextmanager
+    def untold(self, model, outputs, is_last, follows):
+        self._is_ddp, is_ddp = False, self._is_ddp
+        try:
+            with around(self, model, outputs, is_last, True):
+                yield
+        finally:
+            self._is_ddp = is_ddp
+
+    AccelerateRanks._around = untold
     return lambda: setattr(AccelerateRanks, "_around", around)
 
 

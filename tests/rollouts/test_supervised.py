@@ -26,16 +26,17 @@ def test_all_rows():
 
 def test_weights():
     """The best of each group; rewards themselves; what weighs nothing is left out."""
-    best = supervised_dataset(rows(), weight=lambda reward, rewards: reward == max(rewards))
-    assert list(best["input_ids"]) == [[5, 6, 7, 8], [5, 6, 9, 8, 4], [3, 3]] and set(best["weight"]) == {1.0}
+    for weight in ("best", lambda reward, rewards: reward == max(rewards)):
+        best = supervised_dataset(rows(), weight=weight)
+        assert list(best["input_ids"]) == [[5, 6, 7, 8], [5, 6, 9, 8, 4], [3, 3]] and set(best["weight"]) == {1.0}
     by_reward = supervised_dataset(rows(), weight="reward")
     assert list(by_reward["weight"]) == [1.0, 1.0, 0.5, -2.0]
 
 
 def test_refusals():
     """By name, with the row."""
-    with pytest.raises(ValueError, match="expected weight to be a function, 'reward' or None, got 'best'"):
-        supervised_dataset(rows(), weight="best")
+    with pytest.raises(ValueError, match="expected weight to be a function, 'reward', 'best' or None, got 'worst'"):
+        supervised_dataset(rows(), weight="worst")
     with pytest.raises(
         ValueError, match=r"a reward of every episode where rows are weighted, got none \(row 2 of group 'b'"
     ):

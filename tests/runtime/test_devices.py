@@ -34,8 +34,8 @@ RUNS = [
 @pytest.fixture
 def gpu(monkeypatch):
     """The pretended GPU."""
-    with pretended_gpu(monkeypatch):
-        yield
+    with pretended_gpu(monkeypatch) as waits:
+        yield waits
 
 
 def planner(execution="replay"):
@@ -48,10 +48,11 @@ def window(execution="replay"):
     return TreeWindow(branching(65, vocab=VOCAB), planner(execution))
 
 
-def run_backward(run):
-    """Scores, then the backward of a random sum of log-probs and entropies."""
+def run_backward(run, *, scored=False):
+    """Scores if that has not been done, then the backward of a random sum of log-probs and entropies."""
     num_rows = run.window.tree.num_tokens
-    run.score(LABEL_VALUES)
+    if not scored:
+        run.score(LABEL_VALUES)
     log_probs, entropy = torch.randn(2, num_rows, device=DEVICE)
     run.backward(TreeValues(rows={"log_prob": log_probs, "entropy": entropy}), torch.Tensor.backward)
 
@@ -63,6 +64,24 @@ def test_windows(family, execution, options):
     model = patch(tiny_model(family).to(DEVICE))
     run_backward(WindowRun(model, window(execution).to(DEVICE), **options))
     assert all(is_tagged(parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.parametrize("execution", ["keep", "nested", "replay"])
+def test_waits_for_a_gpu(execution, gpu):
+    """A window is waited for once for its masks and once for its guard, and each backward once for the head's rows;
+    forwards are not. (Backends of the CPU do not count, nor do experts.)"""
+    model = patch(tiny_model("qwen3_5_text").to(DEVICE))
+    run = WindowRun(model, window(execution).to(DEVICE))
+    assert len(run.window.batches) >= 4
+    run.score(LABEL_VALUES)
+    assert waits_of(gpu) == 0
+    run_backward(run, scored=True)
+    assert waits_of(gpu) == 2 + len(run.window.batches)
+
+
+def waits_of(gpu):
+    """Those that are not a portable kernel's."""
+    return sum(n for place, n in gpu.places.items() if not place.startswith("kernels/") or "logprobs" in place)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -94,7 +113,7 @@ def test_tables_move_whole():
         assert all(map(is_tagged, tensors))
 
 
-# Without a scoring pass, and with one through TRL's hook for old log-probs.
+# Without a scoring pass; with one through TRL's hook for old log-probs, which the first step keeps.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("execution", "iterations"), [("nested", 1), ("replay", 2)])
 def test_trainer(execution, iterations, monkeypatch, tmp_path):
@@ -103,8 +122,18 @@ def test_trainer(execution, iterations, monkeypatch, tmp_path):
     arguments = transformers.TrainingArguments
     monkeypatch.setattr(arguments, "device", property(lambda self: self._setup_devices and DEVICE))
     monkeypatch.setattr(_BaseTrainer, "_send_telemetry", lambda *_: None)  # asks for the GPU's name
-    options = {"tree_execution": execution, "tree_offload_handoff": True, "tree_credit": "turn", "max_steps": 1}
-    cut = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "num_iterations": iterations}
+    options = {
+        "tree_execution": execution,
+        "tree_offload_handoff": True,
+        "tree_credit": "turn",
+        "max_steps": iterations,
+    }
+    cut = {
+        "tree_sharing": "always",
+        "tree_max_tokens_per_microbatch": 64,
+        "num_iterations": iterations,
+        "max_steps": iterations,
+    }
     with pretended_gpu(monkeypatch):
         trainer = TreeGRPOTrainer(
             tiny_model("qwen3_5_text"),
@@ -116,9 +145,10 @@ def test_trainer(execution, iterations, monkeypatch, tmp_path):
         )
         trainer.train()
         assert all(map(is_tagged, trainer.model.parameters()))
-    log = trainer.state.log_history[0]
-    assert log["tree/scoring_skipped"] == (execution == "nested")
-    assert log["tree/microbatches"] > 3
+    *logs, _ = trainer.state.log_history
+    assert [log["tree/scoring_kept"] for log in logs] == {1: [0], 2: [1, 0]}[iterations]
+    assert [log["tree/scoring_skipped"] for log in logs] == [1, 0][:iterations]
+    assert logs[0]["tree/microbatches"] > 3
 
 
 @pytest.mark.parametrize("execution", ["replay", "nested"])

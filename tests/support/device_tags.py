@@ -1,5 +1,7 @@
 """A second device for machines that have none: tensors keep their values on the CPU, and storages are tagged."""
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,22 +24,47 @@ _ATEN = torch.ops.aten
 _INDEXING = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
 # Elsewhere a number on the CPU (a tensor of no dimension) may meet tensors on a GPU.
 _NO_NUMBERS = (_ATEN.cat, _ATEN.stack)
+# Operations whose result the CPU has to know, so that it waits for a GPU.
+_READING = (
+    _ATEN._local_scalar_dense, _ATEN.nonzero, _ATEN.equal, _ATEN.masked_select, _ATEN.unique_consecutive,
+    _ATEN._unique2, _ATEN.unique_dim,
+)  # fmt: skip
 
 
 class DeviceMismatchError(RuntimeError):
     """What a GPU would refuse."""
 
 
+class Waits:
+    """Where the CPU would have waited for a GPU so far: it read something that is there.
+
+    Attributes:
+        places: how often, by ``file:line`` of the package, innermost last.
+    """
+
+    def __init__(self) -> None:
+        self.places: Counter[str] = Counter()
+
+    def note(self) -> None:
+        """One more, here."""
+        frame = sys._getframe(1)
+        while frame is not None and "/harts_hf/" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        place = f"{frame.f_code.co_filename.rpartition('/harts_hf/')[2]}:{frame.f_lineno}" if frame else "elsewhere"
+        self.places[place] += 1
+
+
 @contextmanager
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     """Tensors moved to or made on a CUDA device say that they are there, and do not mix with others.
 
-    The portable backends of the operations run on it. What depends on ``Tensor.is_cuda``, and autocast, stay those of
-    the CPU.
+    What would wait for a GPU is counted. The portable backends of the operations run on it. What depends on
+    ``Tensor.is_cuda``, and autocast, stay those of the CPU.
     """
     for api in (attention, conv, gather, linear_attention, logprobs):
         monkeypatch.setattr(api, "_BY_DEVICE", {"cpu": "torch", "cuda": "torch"})
-    tagging = _Tagging()
+    waits = Waits()
+    tagging = _Tagging(waits)
     moving = _Moving(tagging)
     run_engine = torch.autograd._engine_run_backward
 
@@ -50,7 +77,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.Tensor, "device", property(_device_of))
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", run_backward)
     with tagging, moving:
-        yield
+        yield waits
 
 
 def is_tagged(tensor: torch.Tensor) -> bool:
@@ -94,12 +121,20 @@ class _Tagging(TorchDispatchMode):
 
     is_inside = False
 
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self.waits = waits
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = _tensors(args, kwargs)
         tagged = any(map(is_tagged, given))
         if tagged:
             self._check(func, args, given)
+            if func.overloadpacket in _READING or (
+                func.overloadpacket in _INDEXING and any(i is not None and i.dtype == torch.bool for i in args[1])
+            ):
+                self.waits.note()
         result = func(*args, **kwargs)
         storages = {id(tensor.untyped_storage()) for tensor in given}
         for tensor in _tensors(result):
@@ -132,8 +167,13 @@ class _Moving(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in (torch.Tensor.numpy, torch.Tensor.__array__) and is_tagged(args[0]):
             raise DeviceMismatchError(f"{func.__name__} of a tensor on {DEVICE}")
+        if func is torch.Tensor.tolist and is_tagged(args[0]):
+            self._tagging.waits.note()
         if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
-            return _moved(func, *args, **kwargs)
+            result = _moved(func, *args, **kwargs)
+            if is_tagged(args[0]) and not is_tagged(result):
+                self._tagging.waits.note()
+            return result
         device = kwargs.pop("device", None)
         self._tagging.is_inside = device is None and any(map(is_tagged, _tensors(args, kwargs)))
         try:

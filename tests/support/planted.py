@@ -299,8 +299,8 @@ def padding_in_the_tree(monkeypatch: Any) -> None:
     """The padding before a prompt enters the tree as tokens."""
 
     def tokens(original: Any, rows: PaddedRows, row: int) -> np.ndarray:
-        last = np.flatnonzero(rows.attention_mask[row])[-1]
-        return rows.input_ids[row][: last + 1]
+        last = np.flatnonzero(rows.completion_mask[row])[-1]
+        return np.concatenate([rows.prompt_ids[row], rows.completion_ids[row][: last + 1]])
 
     _wrap(monkeypatch, PaddedRows, "tokens", tokens)
 

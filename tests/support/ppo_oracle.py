@@ -105,7 +105,7 @@ class PPOLoop:
         args, warm_up = self.args, len(self.logs) < self.args.value_warmup_steps
         loss, parts = torch.zeros((), dtype=torch.float64), {"policy_loss": 0.0, "value_loss": 0.0, "entropy": 0.0}
         for state in states:
-            log_p, entropy, values = self._run(state, detach=warm_up)
+            log_p, entropy, values = (found.unbind() for found in self._run(state, detach=warm_up))
             for t in state.mask.nonzero()[:, 0].tolist():
                 ratio, advantage = (log_p[t] - state.old[t]).exp(), state.advantages[t]
                 high = args.epsilon if args.epsilon_high is None else args.epsilon_high
@@ -138,19 +138,21 @@ class PPOLoop:
 
     def _run(self, state: State, *, detach: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs and entropies ``[C]`` of the completion, values ``[C + 1]``."""
-        ids = torch.tensor([state.prompt + state.completion])
-        log_p, entropy = self._log_probs(self.model, state)
-        inner = getattr(self.critic, "get_base_model", lambda: self.critic)()  # adapters are a part of its layers
-        hidden = inner.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, len(state.prompt) - 1 :]
-        if detach and not self._apart:
+        log_p, entropy, hidden = self._log_probs(self.model, state)
+        if self._apart:
+            hidden = self._log_probs(self.critic, state)[2]
+        elif detach:
             hidden = hidden.detach()
         return log_p, entropy, hidden @ self.weight[0] + self.bias[0]
 
-    def _log_probs(self, model: nn.Module, state: State) -> tuple[Tensor, Tensor]:
+    def _log_probs(self, model: nn.Module, state: State) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs and entropies ``[C]``, and ``[C + 1, D]`` the hidden states that the head gets."""
         ids = torch.tensor([state.prompt + state.completion])
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(state.prompt) - 1 : -1]
-        log_p = torch.log_softmax(logits / self.args.temperature, dim=-1)
-        return log_p.gather(1, torch.tensor(state.completion)[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        inner = getattr(model, "get_base_model", lambda: model)()  # adapters are a part of its layers
+        hidden = inner.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, len(state.prompt) - 1 :]
+        log_p = torch.log_softmax(inner.get_output_embeddings()(hidden[:-1]) / self.args.temperature, dim=-1)
+        of_tokens = log_p.gather(1, torch.tensor(state.completion)[:, None])[:, 0]
+        return of_tokens, -(log_p.exp() * log_p).sum(-1), hidden
 
     @torch.no_grad()
     def _prepare(self, ranks: list[Generation]) -> list[State]:

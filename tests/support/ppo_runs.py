@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 
 from harts_hf import TreePPOConfig, TreePPOTrainer
 from support import recorded
@@ -26,9 +26,18 @@ DISTRIBUTED = {
     "num_iterations": 2,
     "steps_per_generation": 2,
     "gradient_accumulation_steps": 1,
-    "max_steps": 5,
+    "max_steps": 3,  # two minibatches of an epoch, and one of the next
     "value_learning_rate": 0.04,
 }
+
+# So large an epsilon makes rounding no larger, and leaves something of the gradients' sizes.
+ADAMW = {"optim": "adamw_torch", "adam_epsilon": 1.0, "learning_rate": 0.5, "value_learning_rate": 0.2}
+
+
+def with_adapters(model: Any) -> Any:
+    """A model with LoRA, always the same, which says something from the start."""
+    torch.manual_seed(7)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False))
 
 
 def give_head(trainer: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,8 @@
 """What a step does outside forwards and backwards: losses on the CPU, and nothing expensive for each slice."""
 
+import inspect
+
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -7,9 +10,11 @@ from accelerate import Accelerator
 from support import recorded
 from support.device_tags import DEVICE, is_tagged, pretended_gpu
 from support.models import tiny_model
+from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.base_trainer import _BaseTrainer
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
+from harts_hf.rollouts import agent_reward, environment_reward, recorded_reward
 from harts_hf.trainers import policy
 
 CUT = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "max_steps": 1}
@@ -37,8 +42,8 @@ def gpu(monkeypatch):
     arguments = transformers.TrainingArguments
     monkeypatch.setattr(arguments, "device", property(lambda self: self._setup_devices and DEVICE))
     monkeypatch.setattr(_BaseTrainer, "_send_telemetry", lambda *_: None)  # asks for the GPU's name
-    with pretended_gpu(monkeypatch):
-        yield
+    with pretended_gpu(monkeypatch) as waits:
+        yield waits
 
 
 class Watching(TreeGRPOTrainer):
@@ -75,27 +80,140 @@ def test_losses_run_on_the_cpu(execution, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("accumulation", [2, 4])
-def test_wrappers_are_looked_through_once_a_step(accumulation, monkeypatch, tmp_path):
+def test_wrappers_are_looked_through_once(accumulation, monkeypatch, tmp_path):
     """However many slices a step has: Accelerate takes milliseconds for it."""
     calls = []
     unwrap = Accelerator.unwrap_model
 
     def counted(self, model, *args, **kwargs):
-        if trainer_runs:
+        if model.training and "harts_hf" in inspect.stack()[1].filename:
             calls.append(model)
         return unwrap(self, model, *args, **kwargs)
 
-    trainer_runs: list[bool] = []
-    step = policy.TreePolicy.step
-
-    def watched(self, *args, **kwargs):
-        trainer_runs.append(True)
-        try:
-            return step(self, *args, **kwargs)
-        finally:
-            trainer_runs.clear()
-
     monkeypatch.setattr(Accelerator, "unwrap_model", counted)
-    monkeypatch.setattr(policy.TreePolicy, "step", watched)
     trained(tmp_path, gradient_accumulation_steps=accumulation)
-    assert len(calls) == 2
+    assert len(calls) <= 2
+
+
+def batch_of(base, config, folder, rollouts, reward=recorded.recorded_reward, **options):
+    """What a trainer makes of rollouts, before it is shuffled and split."""
+    trainer = base(
+        tiny_model("qwen3_5_text"),
+        reward,
+        args=config(**recorded.arguments(folder, **options)),
+        train_dataset=recorded.dataset(),
+        processing_class=recorded.tokenizer(),
+        rollout_func=rollouts,
+    )
+    trainer.model.train()
+    prompts = [{"prompt": f"p{number // 4}"} for number in range(8)]
+    return trainer._generate_and_score_completions(prompts)
+
+
+def unusual(prompts, trainer):
+    """Unknown log-probs, masks of bools, rows that are arrays or tuples, a prompt of one token."""
+    output = recorded.rollout_func(prompts, trainer)
+    output["logprobs"] = [[None if n == 1 else value for n, value in enumerate(row)] for row in output["logprobs"]]
+    output["env_mask"] = [[bool(one) for one in row] for row in output["env_mask"]]
+    output["prompt_ids"] = [[5], *output["prompt_ids"][1:]]
+    output["completion_ids"] = [tuple(output["completion_ids"][0]), *output["completion_ids"][1:]]
+    output["prompt_ids"][2] = np.array(output["prompt_ids"][2], np.int32)
+    return output
+
+
+@pytest.mark.parametrize("rollouts", [recorded.rollout_func, recorded.rollout_func_without_mask, unusual])
+@pytest.mark.parametrize("options", [{}, {"mask_truncated_completions": True, "pad_to_multiple_of": 8}])
+def test_batches_are_trls(rollouts, options, tmp_path):
+    """TRL's batch, bit by bit and in dtype, though its tensors are made of arrays."""
+    stock = batch_of(GRPOTrainer, GRPOConfig, tmp_path / "stock", rollouts, **options)
+    tree = batch_of(TreeGRPOTrainer, TreeGRPOConfig, tmp_path / "tree", rollouts, **options)
+    assert stock.keys() == tree.keys()
+    for name, value in stock.items():
+        assert value.dtype == tree[name].dtype, name
+        assert torch.equal(value.nan_to_num(7.0), tree[name].nan_to_num(7.0)), name
+
+
+def test_reward_functions_get_lists(tmp_path):
+    """The very lists that the rollout function returned, as TRL gives them."""
+    given, seen = [], []
+
+    def rollouts(prompts, trainer):
+        output = recorded.rollout_func(prompts, trainer)
+        given.extend(output["completion_ids"])
+        return output
+
+    def reward(completion_ids, **_):
+        seen.extend(completion_ids)
+        return [0.0] * len(completion_ids)
+
+    batch_of(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, rollouts, reward)
+    assert all(one is other for one, other in zip(given, seen, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("reads", "options", "decoded"), [(True, {}, True), (False, {}, False), (False, {"log_completions": True}, True)]
+)
+def test_texts_that_nobody_reads_are_not_made(reads, options, decoded, tmp_path):
+    """A reward function may say that it reads no completions; where they are logged, they are made all the same."""
+    seen = []
+
+    def reward(completions, **_):
+        seen.extend(completions)
+        return [0.0] * len(completions)
+
+    reward.reads_texts = reads
+    batch_of(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, recorded.rollout_func, reward, **options)
+    ids = [row for prompt in ("p0", "p1") for row in recorded.rollouts_of(prompt)["completion_ids"]]
+    texts = recorded.tokenizer().batch_decode(ids, skip_special_tokens=True)
+    assert seen == (texts if decoded else [""] * len(ids))
+
+
+@pytest.mark.parametrize("reward", [agent_reward, environment_reward, recorded_reward], ids=lambda one: one.__name__)
+def test_our_reward_functions_read_no_texts(reward):
+    """Rollouts come with what they say."""
+    assert not reward.reads_texts
+
+
+def test_changed_rows_reach_the_batch(tmp_path):
+    """A subclass that changes what was generated is believed, in place too."""
+
+    class Changes(TreeGRPOTrainer):
+        def _generate(self, prompts):
+            generated = super()._generate(prompts)
+            generated[0][0][0] = 7
+            return generated
+
+    batch = batch_of(Changes, TreeGRPOConfig, tmp_path, recorded.rollout_func)
+    first = batch["prompt_ids"][0][batch["prompt_mask"][0] != 0]
+    assert first[0] == 7
+
+
+def test_losses_see_prompts_of_one_column(tmp_path):
+    """TRL's own loss reads nothing of them; a loss of the user's own gets them whole."""
+    widths = {}
+
+    def noted(self, model, inputs, *args, **kwargs):
+        widths[type(self).compute_loss.__module__] = inputs["prompt_ids"].shape[1]
+        return TreeGRPOTrainer.compute_loss(self, model, inputs, *args, **kwargs)
+
+    for module in ("trl", "mine"):
+        noted.__module__ = module
+        trained(tmp_path / module, type("Noted", (TreeGRPOTrainer,), {"compute_loss": noted}))
+    assert widths["trl"] == 1 < widths["mine"]
+
+
+def test_waits_do_not_grow_with_slices(gpu, tmp_path):
+    """A step waits for the GPU as often with four slices as with two, metrics and Trainer's look for NaN included.
+    (Batches are copied to the CPU together by a GPU, one by one by this one.)"""
+    counts = []
+    for accumulation in (2, 4):
+        options = {"per_device_train_batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
+        gpu.places.clear()
+        trained(tmp_path / str(accumulation), tree_execution="replay", **options)
+        counts.append({place: n for place, n in gpu.places.items() if not is_kernel(place) and "tables" not in place})
+    assert counts[0] == counts[1]
+
+
+def is_kernel(place):
+    """Whether a wait is one of a portable kernel, which no GPU runs."""
+    return place.startswith("kernels/") and "logprobs" not in place

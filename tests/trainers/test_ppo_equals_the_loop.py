@@ -6,7 +6,10 @@ import torch
 from peft import LoraConfig
 from support.episodes import RaggedRollouts, episodes_of
 from support.models import tiny_model
-from support.ppo_runs import assert_equals_the_loop
+from support.ppo_runs import assert_equals_the_loop, assert_same, build_trainer, train
+from support.recordings import rows_of_episodes
+
+from harts_hf.rollouts import RecordedRollouts
 
 pytestmark = pytest.mark.slow
 CUT = {"tree_max_tokens_per_microbatch": 64}
@@ -98,3 +101,19 @@ def test_lora(tmp_path):
     """Adapters and the value head are trained, and nothing else."""
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "in_proj_qkv"], lora_dropout=0.0)
     assert_equals_the_loop(tmp_path, peft_config=config, learning_rate=0.5)
+
+
+def test_recorded_rollouts_shared_or_not(tmp_path):
+    """Two epochs of minibatches leave the same parameters and losses as without sharing."""
+    options = {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 3, **CUT}
+    found = {}
+    for sharing in ("never", "always"):
+        recording = RecordedRollouts(rows_of_episodes())
+        trainer = build_trainer(tmp_path / sharing, recording, tree_sharing=sharing, **options)
+        start = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+        logs = trainer.state.log_history
+        found[sharing] = train(trainer), [entry for entry in logs if "loss" in entry]
+    assert_same(found["always"][0], found["never"][0], start)
+    for shared, alone in zip(found["always"][1], found["never"][1], strict=True):
+        assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-9, abs=1e-12)
+        assert shared["tree/forward_tokens"] < alone["tree/forward_tokens"]

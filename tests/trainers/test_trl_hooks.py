@@ -63,6 +63,12 @@ def check_signature(trainer: type, hook: str, names: list[str]) -> None:
     assert got == names, moved(trainer, hook, f"expected arguments {names}, got {got}")
 
 
+def test_clipping():
+    """Trainer asks two methods for the norm of the gradients."""
+    for hook, names in (("_clip_grad_norm", ["self", "model"]), ("_get_grad_norm", ["self", "model", "grad_norm"])):
+        check_signature(_BaseTrainer, hook, names)
+
+
 def check_scoring(trainer: type) -> None:
     """The one method through which losses see the policy: known arguments first, then optional inputs of images."""
     hook = "_get_per_token_logps_and_entropies"

@@ -24,7 +24,7 @@ KINDS = {
     "reductions": r"reduce|[sS]oftMax|softmax|LogSumExp|norm",
     "elementwise": r"elementwise|Functor|pointwise|triton_",
 }
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")  # for the device waits whoever times it
 COPIES = ("cudaMemcpyAsync", "cudaMemcpy")
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern in KINDS.items()}
 

@@ -159,12 +159,14 @@ def measure(
         trajectories, scored = [one[:DRY_TOKENS] for one in trajectories[:DRY_ROWS]], [20] * DRY_ROWS
     pairs, count = list(zip(trajectories, scored, strict=True)), len(trajectories)
 
+    rollouts_played = {
+        "prompt_ids": [one[:-own].tolist() for one, own in pairs],
+        "completion_ids": [one[-own:].tolist() for one, own in pairs],
+        "logprobs": [[-1.0] * own for _, own in pairs],
+    }
+
     def play(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
-        return {
-            "prompt_ids": [one[:-own].tolist() for one, own in pairs],
-            "completion_ids": [one[-own:].tolist() for one, own in pairs],
-            "logprobs": [[-1.0] * own for _, own in pairs],
-        }
+        return dict(rollouts_played)
 
     def reward(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [float(sum(ids) % 17) for ids in completion_ids]

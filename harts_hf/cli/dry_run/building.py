@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, tr
 
 from harts_hf.trainers.replacing import replaced
 
-_BUILDERS = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
+_BUILDERS = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "trl.trainer.sft_trainer")
 
 
 @contextmanager

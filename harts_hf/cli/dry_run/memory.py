@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from harts_hf.cli.launching import Launch
-from harts_hf.modeling.memory import RowBytes, graph_bytes, peak_of_rows, row_bytes
+from harts_hf.modeling.memory import WORKSPACE, RowBytes, graph_bytes, peak_of_rows, row_bytes
 from harts_hf.planner import Schedule
-from harts_hf.trainers.memory import cast_bytes, gathered_bytes, optimizer_bytes
+from harts_hf.trainers.memory import gathered_bytes, optimizer_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,7 @@ def memory_of(model: Any, training: Any, launch: Launch, *, with_reference: bool
         dtype=_dtype(model, training),
         checkpointing=training.gradient_checkpointing,
         fused=training.tree_fused_modules == "auto",
+        sharded=launch.is_deepspeed or launch.shards("weights") > 1,
     )
     gradients = next(part.bytes or 0.0 for part in states if part.name == "gradients")
     return Memory(states=states, rows=rows, gradients=gradients, offload=training.tree_offload_handoff)
@@ -128,16 +129,12 @@ def _states(model: Any, training: Any, launch: Launch, with_reference: bool) -> 
 
 def _working(model: Any, training: Any, launch: Launch) -> list[Part]:
     """What is kept beside weights and gradients while the model runs."""
-    dtype, found = _dtype(model, training), []
-    if launch.shards("weights") == 1:
-        copies = 0.0 if launch.is_deepspeed else cast_bytes(model, dtype)
-        name = str(dtype).removeprefix("torch.")
-        found += [Part(name="cast weights", bytes=copies, note=f"autocast's copies in {name}")] if copies else []
+    found = []
     if launch.backend == "DDP":
         size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         found.append(Part(name="buckets", bytes=size, note="DDP's copies of gradients"))
     if launch.shards("weights") > 1:
-        gathered = gathered_bytes(model, dtype.itemsize)
+        gathered = gathered_bytes(model, _dtype(model, training).itemsize)
         note = f"{launch.backend}: two layers, embedding and head whole"
         found.append(Part(name="gathered weights", bytes=gathered.weights, note=note))
         note = "of one layer before they are reduced"
@@ -152,7 +149,9 @@ def _of_rows(memory: Memory, schedule: Schedule) -> list[Part]:
     graphs = max(float((one.kept + one.running).max(initial=0)) for one in found)
     most = max(int(one.graph_rows.max(initial=0)) for one in counts)
     handed = max(float(one.handed_bytes.max(initial=0)) for one in counts)
+    casts = [Part(name="cast weights", bytes=rows.casts, note="autocast's copies")] if rows.casts else []
     return [
+        *casts,
         Part(name="graphs", bytes=graphs, note=f"{most:,} rows at most, {rows.row / 1e6:,.3g} MB a row that runs"),
         Part(
             name="handed states",
@@ -160,6 +159,7 @@ def _of_rows(memory: Memory, schedule: Schedule) -> list[Part]:
             note="between microbatches" + (" (on the CPU)" if memory.offload else ""),
         ),
         Part(name="head", bytes=rows.head_of(most), note="logits of a chunk, gradients of the head's weight"),
+        Part(name="workspaces", bytes=float(WORKSPACE), note="of kernels on a GPU, and a window's tables"),
     ]
 
 

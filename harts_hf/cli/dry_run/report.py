@@ -10,6 +10,7 @@ from harts_hf.cli.dry_run.rollouts import PlannedRollouts, rows_per_step
 from harts_hf.cli.launching import Launch
 from harts_hf.cli.output import printable
 from harts_hf.cli.train_arguments import TrainArguments
+from harts_hf.cli.trainer_kinds import TRAINERS
 from harts_hf.planner import Schedule
 from harts_hf.planner.text import counted
 from harts_hf.runtime.budgets import MARGIN, Budget
@@ -28,7 +29,7 @@ class Findings:
         launch: processes and backend.
         model: the policy, adapters included, on the meta device.
         counts: its parameters: all, and those that are trained.
-        num_prompts: to train on, before any is repeated; None where nobody knows.
+        num_prompts: to train on, before any is repeated (of supervised training rows); None where nobody knows.
         planned: the rollouts of a step.
         plan: how they are run.
         memory: what the training takes; None if that is not known.
@@ -87,6 +88,8 @@ def _line(name: str, text: str) -> list[str]:
 def _trainer(found: Findings) -> str:
     arguments, training = found.arguments, found.training
     source = arguments.source
+    if TRAINERS[arguments.trainer].is_supervised:
+        return f"{arguments.trainer}; rows from {printable(arguments.dataset_name or arguments.recorded_rollouts)}"
     origin = f"{source} {printable(getattr(arguments, source))}" if source else "TRL's own generation"
     sampler = f"vLLM ({training.vllm_mode})" if training.use_vllm else "the trainer's own model"
     if source == "recorded_rollouts":
@@ -106,12 +109,18 @@ def _model(found: Findings) -> str:
 def _step(found: Findings) -> str:
     training, launch = found.training, found.launch
     own = rows_per_step(training)
+    if TRAINERS[found.arguments.trainer].is_supervised:
+        return f"{own * launch.num_processes:,} rows ({own} on each process){_number_of('row', found)}"
     prompts = own * launch.num_processes / training.num_generations
     text = (
         f"{own * launch.num_processes:,} rollouts ({own} on each process), of {prompts:g} prompts with "
         f"{training.num_generations} each, at most {training.max_completion_length:,} sampled tokens or so a rollout"
     )
-    return text if found.num_prompts is None else f"{text}; {counted(found.num_prompts, 'prompt')} to train on"
+    return text + _number_of("prompt", found)
+
+
+def _number_of(what: str, found: Findings) -> str:
+    return "" if found.num_prompts is None else f"; {counted(found.num_prompts, what)} to train on"
 
 
 def _plan(plan: StepPlan) -> str:

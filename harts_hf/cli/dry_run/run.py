@@ -48,9 +48,16 @@ def dry_run(argv: Sequence[str]) -> int:
         return 0  # of several processes one says it all
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        findings = _Run(argv).findings()
+        findings = _kind_of(argv)(argv).findings()
     print(format_findings(findings))
     return 1 if findings.refused else 0
+
+
+def _kind_of(argv: Sequence[str]) -> "type[DryRun]":
+    from harts_hf.cli.dry_run.supervised import SupervisedDryRun  # which is a DryRun
+
+    kind = TRAINERS.get(peek(argv, "trainer"))
+    return SupervisedDryRun if kind is not None and kind.is_supervised else DryRun
 
 
 def _said(error: BaseException) -> str:
@@ -83,7 +90,7 @@ class _Parts:
     refused: list[str] = field(default_factory=list)
 
 
-class _Run:
+class DryRun:
     """Reads the recipe as if all processes ran (batches depend on their number), then looks at part after part."""
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -103,6 +110,7 @@ class _Run:
         self.parts = _Parts(refused=[*self.launch.refused, *unknown])
 
     def findings(self) -> Findings:
+        """What there is to say of it."""
         parts = self.parts
         for look in (
             self._files,
@@ -181,28 +189,38 @@ class _Run:
             return  # what is missing was refused already
         if parts.train.dataset is None and not parts.source.plays_itself:
             return
-        kind = TRAINERS[self.arguments.trainer]
-        with without_weights(), torch.device("meta"):
-            policy = find_policy(self.arguments, self.training, self.model, parts.tokenizer)
-        training = self.training
-        before = {name: getattr(training, name) for name in ("use_vllm", "output_dir")}
-        training.use_vllm = False  # the constructor would talk to the server
+        uses_vllm = self.training.use_vllm
+        self.training.use_vllm = False  # the constructor would talk to the server
         try:
-            with without_weights(), tempfile.TemporaryDirectory() as training.output_dir:  # and make the folder
-                parts.trainer = kind.trainer(
-                    policy,
-                    parts.rewards,
-                    args=training,
-                    train_dataset=parts.train.dataset,
-                    eval_dataset=parts.evaluation,
-                    processing_class=parts.tokenizer,
-                    peft_config=get_peft_config(self.model),
-                    **parts.source.arguments,
-                )
+            self._make_trainer()
         finally:
-            for name, value in before.items():
-                setattr(training, name, value)
-        parts.trainer.use_vllm = training.use_vllm
+            self.training.use_vllm = uses_vllm
+        parts.trainer.use_vllm = uses_vllm
+
+    def _make_trainer(self) -> None:
+        parts, training = self.parts, self.training
+        with without_weights(), torch.device("meta"):
+            policy = find_policy(self.arguments, training, self.model, parts.tokenizer)
+        folder = training.output_dir
+        try:
+            with without_weights(), tempfile.TemporaryDirectory() as training.output_dir:  # which the trainer makes
+                parts.trainer = self._trainer_of(policy)
+        finally:
+            training.output_dir = folder
+
+    def _trainer_of(self, policy: Any) -> Any:
+        parts = self.parts
+        assert parts.source is not None
+        return TRAINERS[self.arguments.trainer].trainer(
+            policy,
+            parts.rewards,
+            args=self.training,
+            train_dataset=parts.train.dataset,
+            eval_dataset=parts.evaluation,
+            processing_class=parts.tokenizer,
+            peft_config=get_peft_config(self.model),
+            **parts.source.arguments,
+        )
 
     def _processes(self) -> None:
         """What the trainer would refuse under the backend, which this process does not have."""
@@ -251,14 +269,7 @@ class _Run:
         parts = self.parts
         if parts.trainer is None or (parts.budget is None and self.training.asks_for_memory):
             return
-        recorded = self.arguments.dry_run_rollouts or self.arguments.recorded_rollouts
-        if recorded:
-            given: Any = self.arguments.recorded_kwargs
-            names = {"format": "form", "samples_per": "samples_per", "group_key": "group_key"}
-            options = {names[key]: value for key, value in given.items() if key in names and value != "auto"}
-            parts.planned = file_rollouts(recorded, self.training, parts.tokenizer, options)
-        else:
-            parts.planned = made_up_rollouts(self.arguments, self.training, self._prompt_tokens())
+        parts.planned = self._planned()
         placement = getattr(self.training, "tree_placement", "local")
         together = self.launch.num_processes == 1 or hasattr(self.training, "tree_placement")
         skips = together and self._may_skip_scoring() and not has_router_loss(parts.trainer)
@@ -272,6 +283,16 @@ class _Run:
             placement=placement,
             skips=[True] if skips and self.launch.num_processes == 1 else sorted({skips, False}),
         )
+
+    def _planned(self) -> PlannedRollouts:
+        parts = self.parts
+        recorded = self.arguments.dry_run_rollouts or self.arguments.recorded_rollouts
+        if recorded:
+            given: Any = self.arguments.recorded_kwargs
+            names = {"format": "form", "samples_per": "samples_per", "group_key": "group_key"}
+            options = {names[key]: value for key, value in given.items() if key in names and value != "auto"}
+            return file_rollouts(recorded, self.training, parts.tokenizer, options)
+        return made_up_rollouts(self.arguments, self.training, self._prompt_tokens())
 
     def _may_skip_scoring(self) -> bool:
         """Whether a step's scoring pass is left out, as far as the settings say (docs/windows.md)."""
@@ -297,7 +318,7 @@ class _Run:
     def _not_checked(self) -> Iterator[str]:
         if self.parts.trainer is None:
             yield "the model, its memory and the trainer's other settings, as the trainer could not be made"
-        if self.training.use_vllm:
+        if getattr(self.training, "use_vllm", False):  # supervised training has none
             server = self.training.vllm_server_base_url or self.training.vllm_server_host
             yield f"the vLLM server ({server}): whether it is there, and right"
         if self.training.deepspeed or self.training.fsdp:

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from harts_hf.batch import ConvTable
+from harts_hf.batch.tables import moved_together
 from harts_hf.kernels.caching import kept_with_table
 
 MAX_WIDTH = 4
@@ -52,18 +53,21 @@ class Readers:
 
 @kept_with_table
 def readers(table: ConvTable) -> Readers:
-    """Readers of each row, built on the table's device; heavy rows have no entries in ``by_tap``."""
-    ptr, positions, width = table.gather.ptr, table.gather.positions, table.width
-    num_rows = table.gather.num_rows
-    row = torch.arange(num_rows, device=ptr.device).repeat_interleave(ptr.diff(), output_size=len(positions))
-    slot = row * width + positions % width
-    counts = torch.zeros(num_rows * width, dtype=torch.int32, device=ptr.device)
-    counts.index_add_(0, slot, torch.ones_like(slot, dtype=torch.int32))
-    is_heavy = (counts.view(num_rows, width) > 1).any(1)
-    by_tap = torch.full((num_rows * width,), -1, dtype=torch.int32, device=ptr.device)
+    """Readers of each row, on the table's device; heavy rows have no entries in ``by_tap``.
+
+    Found on the CPU: which rows are heavy has to be known there, and a GPU that is read is waited for.
+    """
+    gather, width = table.host.gather, table.width
+    num_rows = gather.num_rows
+    row = torch.arange(num_rows).repeat_interleave(gather.ptr.diff(), output_size=len(gather.positions))
+    slot = row * width + gather.positions % width
+    is_heavy = (slot.bincount(minlength=num_rows * width).view(num_rows, width) > 1).any(1)
+    by_tap = torch.full((num_rows * width,), -1, dtype=torch.int32)
     light = ~is_heavy[row]
-    by_tap[slot[light]] = (positions[light] // width).int()
-    return Readers(by_tap.view(num_rows, width), is_heavy.nonzero().squeeze(1))
+    by_tap[slot[light]] = (gather.positions[light] // width).int()
+    return Readers(
+        *moved_together([by_tap.view(num_rows, width), is_heavy.nonzero().squeeze(1)], table.gather.ptr.device)
+    )
 
 
 class _TreeConv(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of labels without all logits at once."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,7 @@ def token_logprobs(
     return_entropy: bool = False,
     return_top1: bool = False,
     max_chunk_elements: int = 2**26,
+    host_rows: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> TokenValues:
     """``log softmax(z)[labels[p]]`` with ``z = cap(logit_scale * (hidden[rows[p]] @ weight.T + bias)) / temperature``
@@ -61,6 +62,7 @@ def token_logprobs(
         return_entropy: whether to compute entropies.
         return_top1: whether to say which labels are the likeliest.
         max_chunk_elements: most logits that are alive at once (at least one row of them is).
+        host_rows: ``rows`` on the CPU, so that a GPU need not be waited for to know them; copied from it if None.
         backend: "torch", "triton" (no cap, at most float32) or "reference"; None chooses by device.
 
     Returns:
@@ -75,6 +77,8 @@ def token_logprobs(
     check_shape("weight", weight, ("V", hidden.shape[1]))
     check_shape("rows", rows, ("P",))
     check_shape("labels", labels, (len(rows),))
+    if host_rows is not None:
+        check_shape("host_rows", host_rows, (len(rows),))
     if bias is not None:
         check_floating(bias=bias)
         check_shape("bias", bias, (weight.shape[0],))
@@ -95,7 +99,7 @@ def token_logprobs(
         backend = "torch"
     chosen = choose_backend("token_logprobs", backend, hidden.device, by_device=_BY_DEVICE)
     run = reference.token_logprobs if chosen == "reference" else torch_backend.token_logprobs
-    fused = {"fused": True} if chosen == "triton" else {}
+    more: dict[str, Any] = {} if chosen == "reference" else {"host_rows": host_rows, "fused": chosen == "triton"}
     found = run(
         hidden,
         weight,
@@ -108,7 +112,7 @@ def token_logprobs(
         return_entropy=return_entropy,
         return_top1=return_top1,
         max_chunk_elements=max_chunk_elements,
-        **fused,
+        **more,
     )
     return TokenValues(*found)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from harts_hf.batch.tables import moved_together
 from harts_hf.kernels.checks import exact_backward, wide_dtype
 
 
@@ -66,6 +67,7 @@ def token_logprobs(
     return_entropy: bool,
     return_top1: bool,
     max_chunk_elements: int,
+    host_rows: torch.Tensor | None = None,
     fused: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """See :func:`harts_hf.kernels.logprobs.api.token_logprobs`; with ``fused`` what follows each product is Triton's.
@@ -80,8 +82,11 @@ def token_logprobs(
         raise ValueError("expected no cap and at most float32 of Triton's kernels: use the torch backend")
     head = _Head(compute_dtype, wide, temperature, logit_scale, softcap, fused)
     chunk_rows = max(1, max_chunk_elements // weight.shape[0])
+    host_rows = rows.cpu() if host_rows is None else host_rows  # from here on, nothing reads them on a GPU
     with torch.autocast(device, enabled=False):
-        return _TokenLogprobs.apply(hidden, weight, bias, rows, labels, head, chunk_rows, return_entropy, return_top1)
+        return _TokenLogprobs.apply(
+            hidden, weight, bias, host_rows, labels, head, chunk_rows, return_entropy, return_top1
+        )
 
 
 @dataclass(frozen=True)
@@ -92,9 +97,11 @@ class _Chunk:
     row_of_label: torch.Tensor  # [labels] position in `rows`
 
 
-def _chunks(rows: torch.Tensor, chunk_rows: int) -> Iterator[_Chunk]:
-    unique, inverse, counts = torch.unique_consecutive(rows, return_inverse=True, return_counts=True)
+def _chunks(host_rows: torch.Tensor, chunk_rows: int, device: torch.device) -> Iterator[_Chunk]:
+    """Chunks of at most so many rows; what they are is found on the CPU, so that a GPU is not waited for."""
+    unique, inverse, counts = torch.unique_consecutive(host_rows, return_inverse=True, return_counts=True)
     stops = counts.cumsum(0).tolist()
+    unique, inverse, counts = moved_together([unique, inverse, counts], device)
     for start in range(0, len(unique), chunk_rows):
         stop = min(start + chunk_rows, len(unique))
         labels = slice(stops[start - 1] if start else 0, stops[stop - 1])
@@ -108,7 +115,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        rows: torch.Tensor,
+        host_rows: torch.Tensor,
         labels: torch.Tensor,
         head: _Head,
         chunk_rows: int,
@@ -116,11 +123,11 @@ class _TokenLogprobs(torch.autograd.Function):
         return_top1: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
-        logp = hidden.new_empty(len(rows), dtype=head.wide)
+        logp = hidden.new_empty(len(labels), dtype=head.wide)
         entropy = torch.empty_like(logp) if return_entropy else None
         is_top1 = torch.empty_like(logp) if return_top1 else None
         used_weight = weight.to(head.compute_dtype)
-        for chunk in _chunks(rows, chunk_rows):
+        for chunk in _chunks(host_rows, chunk_rows, hidden.device):
             if head.fused:
                 logits = head.logits(hidden.index_select(0, chunk.rows), used_weight, bias)
                 logp[chunk.labels], found = _fused_values(logits, chunk, labels, head, return_entropy)
@@ -138,8 +145,8 @@ class _TokenLogprobs(torch.autograd.Function):
             if entropy is not None:
                 log_p = z.sub_(log_total[:, None])
                 entropy[chunk.labels] = -(log_p.exp() * log_p).sum(dim=1)[position]
-        ctx.save_for_backward(hidden, weight, bias, rows, labels)
-        ctx.head, ctx.chunk_rows = head, chunk_rows
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.head, ctx.chunk_rows, ctx.host_rows = head, chunk_rows, host_rows
         if is_top1 is not None:
             ctx.mark_non_differentiable(is_top1)
         return logp, entropy, is_top1
@@ -149,16 +156,17 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logp: torch.Tensor | None, grad_entropy: torch.Tensor | None, _: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, rows, labels = ctx.saved_tensors
+        hidden, weight, bias, labels = ctx.saved_tensors
         head, wide = ctx.head, ctx.head.wide
-        rows, labels, grad_logp, grad_entropy = _with_gradient(rows, labels, grad_logp, grad_entropy)
+        rows, labels, grad_logp, grad_entropy = _with_gradient(ctx.host_rows, labels, grad_logp, grad_entropy)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # Each row is in one chunk; weight and bias are summed over chunks in the wide dtype and rounded once.
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         used_weight = weight.to(head.compute_dtype)
-        for chunk in _chunks(rows, ctx.chunk_rows) if grad_logp is not None or grad_entropy is not None else ():
+        asked = grad_logp is not None or grad_entropy is not None
+        for chunk in _chunks(rows, ctx.chunk_rows, hidden.device) if asked else ():
             chunk_hidden = hidden.index_select(0, chunk.rows).to(head.compute_dtype)
             if head.fused:
                 logits = head.logits(chunk_hidden, used_weight, bias)
@@ -195,19 +203,21 @@ def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torc
 
 
 def _with_gradient(
-    rows: torch.Tensor, labels: torch.Tensor, *gradients: torch.Tensor | None
+    host_rows: torch.Tensor, labels: torch.Tensor, *gradients: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The labels whose gradients are not all zero: others cost nothing, and logits of theirs that overflow are not
-    multiplied by zero, which would be NaN.
+    multiplied by zero, which would be NaN. Rows stay on the CPU.
     """
-    needed = torch.zeros_like(rows, dtype=torch.bool)
+    needed = torch.zeros_like(labels, dtype=torch.bool)
     for gradient in gradients:
         if gradient is not None:
             needed |= gradient != 0
-    kept = needed.nonzero().squeeze(1)  # the one wait for a GPU
-    if len(kept) == len(rows):
-        return rows, labels, *gradients  # type: ignore[return-value]
-    return rows[kept], labels[kept], *(None if g is None else g[kept] for g in gradients)  # type: ignore[return-value]
+    kept = needed.cpu().nonzero().squeeze(1)  # the one wait for a GPU
+    if len(kept) == len(host_rows):
+        return host_rows, labels, *gradients  # type: ignore[return-value]
+    (there,) = moved_together([kept], labels.device)
+    kept_gradients = (None if g is None else g[there] for g in gradients)
+    return host_rows[kept], labels[there], *kept_gradients  # type: ignore[return-value]
 
 
 def _logits_gradient(

@@ -7,6 +7,7 @@ from typing import Any
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.utils import unwrap_model_for_generation
 
+from harts_hf.modeling.checkpointing import without_checkpointing
 from harts_hf.rollouts.engines.engine import Engine, SamplingSettings
 from harts_hf.rollouts.engines.transformers import TransformersEngine
 
@@ -45,12 +46,7 @@ def open_engine(trainer: Any, *, seed: int) -> Iterator[Engine]:
     _check_parameters_are_whole(trainer)
     settings = SamplingSettings.from_args(trainer.args, tuple(trainer.eos_token_ids))
     with (
-        unwrap_model_for_generation(
-            trainer.model_wrapped,
-            trainer.accelerator,
-            gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
-            gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
-        ) as model,
+        _whole_policy(trainer) as model,
         TransformersEngine(
             model,
             settings=settings,
@@ -59,6 +55,18 @@ def open_engine(trainer: Any, *, seed: int) -> Iterator[Engine]:
         ) as engine,
     ):
         yield engine
+
+
+@contextmanager
+def _whole_policy(trainer: Any) -> Iterator[Any]:
+    """The policy itself, without its wrapper, its parameters whole, without activation checkpointing meanwhile."""
+    policy = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    with without_checkpointing(policy, trainer.args.activation_checkpointing_kwargs):
+        if is_deepspeed_zero3_enabled():
+            with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as gathered:
+                yield gathered
+        else:
+            yield policy
 
 
 def _check_parameters_are_whole(trainer: Any) -> None:

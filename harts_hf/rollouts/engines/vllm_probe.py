@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate.utils import gather_object
-from trl.models.utils import disable_gradient_checkpointing
 
+from harts_hf.modeling.checkpointing import without_checkpointing
 from harts_hf.rollouts.engines.engine import EngineError, SamplingSettings, TurnRequest
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _written(trainer: Any, engine: "VLLMServerEngine") -> tuple[np.ndarray, np.n
 def _scored(trainer: Any, rows: np.ndarray) -> np.ndarray:
     """``[B, L - 1]`` float64 log-probs of all tokens but the first, by the way that TRL's losses see the policy."""
     ids = torch.tensor(rows, device=trainer.accelerator.device)
-    with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
+    with torch.no_grad(), without_checkpointing(trainer.model, trainer.args.activation_checkpointing_kwargs):
         logprobs = trainer._get_per_token_logps_and_entropies(
             trainer.model, ids, torch.ones_like(ids), ids.shape[1] - 1, batch_size=len(ids)
         )[0]

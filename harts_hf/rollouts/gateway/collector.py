@@ -11,7 +11,7 @@ from harts_hf.rollouts.calls import Calls
 from harts_hf.rollouts.engines import Engine, SamplingSettings
 from harts_hf.rollouts.engines.opening import open_engine, wants_routes
 from harts_hf.rollouts.engines.vllm_server import VLLMServerEngine
-from harts_hf.rollouts.episodes import ABSENT, ROUTED_EXPERTS
+from harts_hf.rollouts.episodes import ABSENT, ROUTED_EXPERTS, TRUNCATED
 from harts_hf.rollouts.gateway.agents import Agent, AgentAccess, AgentFailure, checked_reward
 from harts_hf.rollouts.gateway.commands import as_agent
 from harts_hf.rollouts.gateway.episodes import (
@@ -141,9 +141,9 @@ class AgentRolloutCollector:
         Returns:
             For each sample ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask``, ``episode`` (the index of
             its prompt) and, where the trainer replays the engine's routes, ``routed_experts``; for each prompt
-            ``agent_reward`` (float or None), ``num_turns`` and ``tree`` (ints). An episode that is left out has no
-            sample. ``exact_env_mask`` is True: the masks are of draws, so samples of an episode need not be compared
-            for tokens that recur.
+            ``agent_reward`` (float or None), ``truncated`` (whether a limit ended the episode: turns, length or
+            time), ``num_turns`` and ``tree`` (ints). An episode that is left out has no sample. ``exact_env_mask`` is
+            True: the masks are of draws, so samples of an episode need not be compared for tokens that recur.
 
         Raises:
             AgentError: every agent failed (with ``failure_reward``: before it sampled anything); where there are
@@ -307,6 +307,7 @@ class AgentRolloutCollector:
             "episode": [index for index, _ in trained],
             ABSENT: [episode.failure is not None and episode.reward is None for episode in episodes],
             "agent_reward": [episode.reward for episode in episodes],
+            TRUNCATED: [episode.truncated for episode in episodes],
             "num_turns": [episode.num_turns for episode in episodes],
             "tree": [episode.tree for episode in episodes],
         }
@@ -370,6 +371,9 @@ class AgentRolloutCollector:
 def agent_reward(*, agent_reward: list[float | None], **_: Any) -> list[float | None]:
     """The reward function for agents' episodes: what the agent, or the collector's ``reward``, said."""
     return agent_reward
+
+
+agent_reward.reads_texts = False  # type: ignore[attr-defined]
 
 
 def _vllm_chat(trainer: Any, tokenizer: Any, limits: LengthLimits, engine: Engine) -> TurnSource:

@@ -14,6 +14,9 @@ from harts_hf.rollouts.gateway.sessions import Session
 from harts_hf.rollouts.gateway.splicing import Drift
 from harts_hf.rollouts.salvage import rollout_row
 
+# Failures that are limits of the collector's.
+LIMITS: tuple[FailureKind, ...] = ("max_turns", "timeout")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AgentEpisode:
@@ -28,6 +31,7 @@ class AgentEpisode:
         rows: its samples.
         num_turns: turns of the policy.
         seconds: that the agent took.
+        truncated: whether a limit ended it: turns, length, time; not where its agent came to its end, or failed.
         reward: of the episode; None where it has none.
     """
 
@@ -39,6 +43,7 @@ class AgentEpisode:
     rows: list[EpisodeRow]
     num_turns: int
     seconds: float
+    truncated: bool
     reward: float | None = None
 
 
@@ -64,6 +69,7 @@ def episode_of(job: AgentJob, tree: int, outcome: AgentOutcome) -> AgentEpisode:
         rows=session.recording.rows(),
         num_turns=session.recording.num_turns,
         seconds=outcome.seconds,
+        truncated=session.hit_a_limit or (outcome.failure is not None and outcome.failure.kind in LIMITS),
     )
 
 
@@ -112,6 +118,7 @@ def metrics_of(sessions: Sequence[Session], episodes: Sequence[AgentEpisode]) ->
     return {
         "agent/turns": sum(episode.num_turns for episode in episodes) / number,
         "agent/seconds": sum(episode.seconds for episode in episodes) / number,
+        "agent/truncated": sum(episode.truncated for episode in episodes) / number,
         "agent/failed": sum(kinds.values()) / number,
         **{f"agent/failed/{kind}": float(kinds[kind]) for kind in get_args(FailureKind)},
         "agent/histories/clean": float(drifts[Drift.CLEAN]),
@@ -119,7 +126,7 @@ def metrics_of(sessions: Sequence[Session], episodes: Sequence[AgentEpisode]) ->
         "agent/histories/forked": float(drifts[Drift.FORK]),
         **{
             f"agent/{name}": float(counts[name])
-            for name in ("requests", "refused", "disconnected", "over_limit", "ignored_parameters")
+            for name in ("requests", "refused", "disconnected", "over_limit", "out_of_room", "ignored_parameters")
         },
     }
 

@@ -26,8 +26,8 @@ class Session:
         base_url: of the session's own endpoint, as OpenAI's clients take it.
         source: where its turns come from.
         recording: what was sampled.
-        counts: requests by what became of them ("requests", "refused", "disconnected", "over_limit"), and
-            "ignored_parameters".
+        counts: requests by what became of them ("requests", "refused", "disconnected", "over_limit", "out_of_room"),
+            and "ignored_parameters".
         messages: of the latest request that was answered, as they came.
         answers: what was answered to it.
         result: what its agent returned.
@@ -51,7 +51,16 @@ class Session:
         self._pending: set[Future[Any]] = set()
         self._num_started = 0
         self._num_turns = 0
+        self._has_no_room = False  # since the latest turn, or with it
         self._is_closed = False
+
+    @property
+    def hit_a_limit(self) -> bool:
+        """Whether turns were asked for beyond the last one that there may be, or there was no room for more.
+
+        An agent that was refused for the length of its history, compacts it and gets another turn has gone on.
+        """
+        return bool(self.counts["over_limit"]) or self._has_no_room
 
     def start(self, request: ChatRequest) -> tuple[int, PendingTurns]:
         """Begins sampling the answers to a request.
@@ -103,6 +112,7 @@ class Session:
         with self._lock, self._state:
             self._check_open()
             self.recording.record(finished.history, finished.turns, pending.request)
+            self._has_no_room = finished.fills_room
             self.messages = pending.request.body["messages"]
             self.answers = answers
 
@@ -128,13 +138,19 @@ class Session:
 
     @contextmanager
     def _while_open(self) -> Iterator[None]:
-        """What fails because the episode has ended meanwhile is no failure of the engine's."""
+        """Notes what has no room. What fails because the episode is over by now is no failure of the engine's."""
         try:
             yield
+        except ApiError as error:
+            if error.code == "context_length_exceeded":
+                with self._state:
+                    self.counts["out_of_room"] += 1
+                    self._has_no_room = True
+            raise
         except CancelledError as error:
             raise ApiError(403, "expected an engine that samples, got one that was closed") from error
         except Exception as error:
-            if self._is_closed and not isinstance(error, ApiError):
+            if self._is_closed:
                 raise _over() from error
             raise
 

@@ -66,11 +66,19 @@ class PendingTurns:
 
 
 class FinishedTurns(NamedTuple):
-    """Turns that were sampled: their history, themselves, and what each says."""
+    """Turns that were sampled.
+
+    Attributes:
+        history: of all of them.
+        turns: themselves.
+        choices: what each says.
+        fills_room: whether one was cut because its row or the context may not be longer.
+    """
 
     history: Spliced
     turns: list[SampledTurn]
     choices: list[Choice]
+    fills_room: bool
 
 
 class TurnSource(ABC):
@@ -166,7 +174,7 @@ class EngineTurns(TurnSource):
             )
             for turn in turns
         ]
-        return FinishedTurns(history, list(turns), choices)
+        return FinishedTurns(history, list(turns), choices, fills(turns, self._limits.room(history)))
 
     def _message(self, request: ChatRequest, turn: SampledTurn, history: list[int]) -> AssistantMessage:
         message = self._format.parse(turn.token_ids, request, history=history)
@@ -174,6 +182,11 @@ class EngineTurns(TurnSource):
             # Nobody asked for calls: what looks like one is text.
             return AssistantMessage(content=self._format.plain_text(turn.token_ids))
         return message
+
+
+def fills(turns: Sequence[SampledTurn], room: int) -> bool:
+    """Whether one of the turns was cut because it had taken all the room that there was."""
+    return any(turn.ended == "length" and len(turn.token_ids) >= room for turn in turns)
 
 
 def finished(

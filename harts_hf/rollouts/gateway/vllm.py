@@ -20,7 +20,7 @@ from harts_hf.rollouts.gateway.answers import AssistantMessage, ToolCall
 from harts_hf.rollouts.gateway.formats import ChatFormat
 from harts_hf.rollouts.gateway.recording import Recording
 from harts_hf.rollouts.gateway.requests import ApiError, ChatRequest
-from harts_hf.rollouts.gateway.turns import FinishedTurns, LengthLimits, PendingTurns, TurnSource, finished
+from harts_hf.rollouts.gateway.turns import FinishedTurns, LengthLimits, PendingTurns, TurnSource, fills, finished
 
 # What the agent's messages are to blame for.
 _REFUSALS = {400, 413, 422}
@@ -203,7 +203,7 @@ class VLLMChatTurns(TurnSource):
                 )
             turns.append(turn)
             choices.append(finished(_message(choice), turn.ended, len(turn.token_ids), pending.request.stop))
-        return FinishedTurns(history, turns, choices)
+        return FinishedTurns(history, turns, choices, fills(turns, room))
 
 
 def chat_body(request: ChatRequest) -> dict[str, Any]:

@@ -309,6 +309,20 @@ def test_a_failure_costs_its_episode(trainer, collect, caplog, how):
     assert "/episodes/" not in caplog.text.replace("/episodes/***", "")
 
 
+def test_a_limit_that_ended_an_episode_is_said(trainer, collect):
+    """Turns, time, a turn that takes all room; not an agent that raised, nor turns that may be short."""
+    for how in ("asks for ever", "hangs", "raises"):
+        collector = collect(
+            sometimes(how), max_turns=3, timeout=0.7 if how == "hangs" else 30, max_concurrent=1, failure_reward=0.0
+        )
+        out = collector(PROMPTS, trainer)
+        assert out["truncated"] == [how != "raises", *[False] * 5], how
+        assert collector.last_metrics["agent/truncated"] == pytest.approx(sum(out["truncated"]) / 6)
+    assert not any(collect(one_turn, max_turn_tokens=2)(PROMPTS, trainer)["truncated"])
+    trainer.args.max_completion_length = 2
+    assert all(collect(one_turn)(PROMPTS, trainer)["truncated"])
+
+
 def test_the_first_failure_of_each_kind_is_logged(trainer, collect, caplog):
     """A rare kind is seen beside a frequent one."""
     lock, number = threading.Lock(), iter(range(6))

@@ -253,7 +253,9 @@ def test_over_the_context_length_is_openais_error(serve, limits):
                 {"role": "tool", "tool_call_id": "c", "content": "x"},
             ]
     assert error.value.code == "context_length_exceeded"
-    assert session.counts["refused"] == 1
+    assert session.counts["refused"] == session.counts["out_of_room"] == 1 and session.hit_a_limit
+    ask(session, max_tokens=2)  # a shorter history: it goes on
+    assert not session.hit_a_limit
 
 
 def test_sampling_parameters_are_ignored_and_counted(serve):
@@ -274,7 +276,7 @@ def test_after_its_turns_an_episode_is_refused_more(serve):
             ask(session, **fields)
         except openai.BadRequestError as error:
             assert error.code == "max_turns_exceeded"
-    assert session.recording.num_turns == 2 and session.counts["over_limit"] == 2
+    assert session.recording.num_turns == 2 and session.counts["over_limit"] == 2 and session.hit_a_limit
 
 
 def test_keys_and_urls_tell_episodes(gateway, serve):

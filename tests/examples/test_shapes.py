@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from shared_data import SHAPE_NAMES, SHAPES, shape_file, shape_trees
+from support.pages import PAGES, ROOT, commands, name_of
 
 from harts_hf.cli.main import main
 from harts_hf.planner import min_linear_calls
 
-ROOT = SHAPES.parents[1]
 KEYS = {"group", "parent", "length", "sample_node", "reward", "trained"}
 
 
@@ -56,19 +56,23 @@ def test_no_text(name):
         assert all(reward is None or isinstance(reward, float) for reward in group["reward"])
 
 
-def commands(path):
-    """The `harts plan` commands of a document that read a file of examples/."""
-    return [shlex.split(line) for line in re.findall(r"harts (plan examples/[^`\n]*)", path.read_text())]
+def plans(page):
+    """The `harts plan` commands of a page that read a file of examples/."""
+    lines = [line for line in commands(page) if line.startswith("harts plan examples/")]
+    return [shlex.split(line)[1:] for line in lines]
 
 
-@pytest.mark.parametrize("document", ["README.md", "examples/shapes/README.md"])
-def test_commands_run(document, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("page", [page for page in PAGES if plans(page)], ids=name_of)
+def test_commands_run(page, tmp_path, monkeypatch, capsys):
     """The commands that a reader copies work in a clone as they stand."""
-    found = commands(ROOT / document)
-    assert found
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    for arguments in found:
+    for arguments in plans(page):
         assert main(arguments) == 0, capsys.readouterr().err
         if "--plot" in arguments:
             assert Path(arguments[arguments.index("--plot") + 1]).stat().st_size > 10_000
+
+
+def test_pages_have_commands():
+    """Those that a reader opens first."""
+    assert {"README.md", "docs/quickstart.md", "examples/shapes/README.md"} <= {name_of(p) for p in PAGES if plans(p)}

@@ -1,0 +1,54 @@
+"""Rollouts' lists of numbers as arrays: NumPy and PyTorch read arrays at once, and lists a Python object at a time."""
+
+from array import array
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def integer_array(row: Any) -> NDArray[Any] | None:
+    """``[L]`` int64 of a list of integers, or an array of integers as it is; None for anything else.
+
+    Bools are none, as PyTorch makes another dtype of them.
+    """
+    if isinstance(row, list | tuple) and row and isinstance(row[0], bool):
+        return None
+    return _as_array(row, "q", "iu")
+
+
+def number_array(row: Any) -> NDArray[Any] | None:
+    """``[L]`` float64 of a list of numbers, or an array of numbers as it is; None for anything else (unknowns)."""
+    return _as_array(row, "d", "iuf")
+
+
+class ReadArrays:
+    """Lists of integers as arrays, each list read once: a group's prompt stands in many rows, checks read before TRL.
+
+    A list is known by its identity, so it must not change as long as this lives.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Any, NDArray[Any] | None]] = {}  # lists live as long as their arrays
+
+    def __getitem__(self, row: Any) -> NDArray[Any] | None:
+        """As :func:`integer_array`."""
+        if id(row) not in self._found:
+            self._found[id(row)] = row, integer_array(row)
+        return self._found[id(row)][1]
+
+    def of_rows(self, rows: list[Any]) -> list[Any]:
+        """Each row as an array, or as it is where it is no list of integers."""
+        arrays = [self[row] for row in rows]
+        return [row if array is None else array for row, array in zip(rows, arrays, strict=True)]
+
+
+def _as_array(row: Any, code: str, kinds: str) -> NDArray[Any] | None:
+    if isinstance(row, np.ndarray):
+        return row if row.ndim == 1 and row.dtype.kind in kinds else None
+    if not isinstance(row, list | tuple) or not row:
+        return None
+    try:
+        return np.frombuffer(array(code, row), np.dtype(code))
+    except (TypeError, OverflowError):
+        return None

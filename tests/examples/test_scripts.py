@@ -1,0 +1,89 @@
+"""Every script of examples/ runs on the tiny model, and shares; the notebook too.
+
+On two processes one of them runs in tests/newcomer.
+"""
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from support.pages import ROOT
+
+EXAMPLES = ROOT / "examples"
+TRACES = str(EXAMPLES / "traces.jsonl")
+# Those that leave a trainer, with what its steps must share at least, by the shape of their rollouts.
+TRAINED = {
+    "grpo": ([], 1.5),  # two rows of a rollout share the question and, mostly, the answer
+    "agent_by_url": ([], 1.3),
+    "two_processes": ([], 1.5),  # leaves of 4 x 2
+    "lora": ([], 1.5),
+    "ppo": ([], 1.5),
+    "recorded": ([TRACES], 4),  # turns of a conversation, each with its history
+    "sft_on_traces": ([TRACES], 2),
+}
+OTHERS = {"tiny", "digit", "own_loss", "new_family"}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The folder that `python examples/tiny.py tiny` makes."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    runpy.run_path(str(EXAMPLES / "tiny.py"))["save_tiny"](folder)
+    return str(folder)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs a script as `python examples/NAME.py ARGUMENTS` does, but in this process; returns its names."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def started(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        return runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+    return started
+
+
+def test_every_script_is_tested():
+    """And stands in examples/README.md."""
+    scripts = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert scripts == set(TRAINED) | OTHERS
+    named = set(re.findall(r"`(\w+)\.py`", (EXAMPLES / "README.md").read_text()))
+    assert named == scripts
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_script(name, tiny, run):
+    """It trains: finite losses, shared tokens; the adapter's run saves an adapter."""
+    arguments, ratio = TRAINED[name]
+    trainer = run(name, tiny, *arguments)["trainer"]
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry or "policy_loss" in entry]
+    assert logs and all(abs(entry.get("loss", 0.0)) < 100 for entry in logs)
+    assert sum(entry["tree/sharing_ratio"] for entry in logs) / len(logs) > ratio
+    assert any(entry["grad_norm"] > 0 for entry in logs)
+    if name == "lora":
+        assert json.loads((Path(trainer.args.output_dir) / "adapter_config.json").read_text())["r"] == 8
+
+
+def test_own_loss(tiny, run, capsys):
+    """The loss falls in every step."""
+    run("own_loss", tiny)
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", capsys.readouterr().out)]
+    assert len(losses) == 5 and losses == sorted(losses, reverse=True)
+
+
+def test_notebook(run, monkeypatch, tmp_path):
+    """Its cells run in order, in one interpreter; the log-probs that it compares are equal."""
+    notebook = json.loads((EXAMPLES / "first_steps.ipynb").read_text())
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    names = {"__name__": "__main__"}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "outputs are left out of the repository"
+            exec(compile("".join(cell["source"]), "first_steps.ipynb", "exec"), names)
+    assert names["worst"] < 1e-5
+    assert len(names["trainer"].state.log_history) == 4

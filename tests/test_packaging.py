@@ -1,0 +1,60 @@
+"""What is shipped, and the notices that users do not get."""
+
+import os
+import subprocess
+import sys
+import tarfile
+
+from support.pages import ROOT
+
+# In a fresh process; the variable is TRL's switch, which must not be needed.
+QUIET = {key: value for key, value in os.environ.items() if key != "TRL_EXPERIMENTAL_SILENCE"}
+
+
+def run(code, **options):
+    """What a fresh interpreter printed on stderr."""
+    command = [sys.executable, "-W", "always", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=QUIET, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr
+
+
+def test_source_distribution(tmp_path):
+    """It holds what README's commands need, and no part of the tests."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    source = tmp_path / "source"
+    for name in files:
+        if name.split("/")[0] not in ("tests", "benchmarks", ".ci"):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    (source / "tests").mkdir()
+    (source / "tests" / "test_something.py").touch()
+    build = "import setuptools.build_meta as backend; backend.build_sdist('dist')"
+    run(build, cwd=source)
+    (archive,) = (source / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        held = {name.partition("/")[2] for name in tar.getnames()}
+    needed = {
+        name for name in files if name.startswith(("harts_hf/", "examples/", "recipes/", "docs/")) or "/" not in name
+    }
+    assert needed - held <= {".gitignore"}
+    assert not [name for name in held if name.startswith("tests/")]
+
+
+def test_no_notice_of_experimental_features():
+    """Whoever imports the trainers is told nothing about TRL's experimental part, which only GMPO needs."""
+    code = "from harts_hf import TreeGRPOTrainer, TreePPOTrainer, TreeRLOOTrainer, TreeSFTTrainer"
+    assert "xperimental" not in run(code)
+    run(f"{code}, TreeGMPOTrainer")
+
+
+def test_collectors_are_no_experiment(monkeypatch):
+    """TRL's switch is thrown for collectors of this package alone, and only while a trainer is made."""
+    from harts_hf.rollouts import NoForks
+    from harts_hf.trainers.experimental import own_collectors
+
+    monkeypatch.delenv("TRL_EXPERIMENTAL_SILENCE", raising=False)
+    for function, is_on in ((NoForks(), True), (print, False), (None, False)):
+        with own_collectors(function):
+            assert ("TRL_EXPERIMENTAL_SILENCE" in os.environ) == is_on
+        assert "TRL_EXPERIMENTAL_SILENCE" not in os.environ

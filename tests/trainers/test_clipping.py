@@ -1,0 +1,57 @@
+"""Gradients are clipped as Trainer clips them, and touched only where that changes them."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from harts_hf.trainers.clipping import clip_gradients
+from harts_hf.trainers.zero_loss import zero_loss
+
+
+def model_with_gradients(scale, dtypes=(torch.float32, torch.bfloat16)):
+    """Parameters of several dtypes and one without a gradient."""
+    torch.manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(torch.randn(3, 5, dtype=dtype)) for dtype in (*dtypes, torch.float32)])
+    for parameter in list(model)[:-1]:
+        parameter.grad = torch.randn_like(parameter) * scale
+    return model
+
+
+@pytest.mark.parametrize(
+    ("scale", "max_norm", "changes"),
+    [(1.0, 1e9, False), (1.0, 0.3, True), (1.0, math.inf, False), (0.0, 1.0, False), (math.inf, 1.0, True)],
+)
+def test_as_trainer_clips(scale, max_norm, changes):
+    """The same norm and the same bits; gradients that are not clipped were not written."""
+    stock, own = model_with_gradients(scale), model_with_gradients(scale)
+    accelerator = Accelerator(cpu=True)
+    expected = accelerator.clip_grad_norm_(stock.parameters(), max_norm)
+    versions = [parameter.grad._version for parameter in list(own)[:-1]]
+    norm = clip_gradients(SimpleNamespace(accelerator=accelerator), own, max_norm)
+    assert norm.dtype == expected.dtype
+    assert torch.equal(norm.nan_to_num(7), expected.nan_to_num(7))
+    for parameter, other in zip(list(stock)[:-1], list(own)[:-1], strict=True):
+        assert torch.equal(parameter.grad.nan_to_num(7), other.grad.nan_to_num(7))
+    written = [parameter.grad._version for parameter in list(own)[:-1]] != versions
+    assert written == changes
+
+
+def test_sharded_gradients_are_trainers():
+    """Of other kinds of training this knows nothing."""
+    assert (
+        clip_gradients(SimpleNamespace(accelerator=SimpleNamespace(distributed_type="FSDP")), nn.Linear(1, 1), 1.0)
+        is None
+    )
+
+
+def test_a_zero_loss_is_known_to_be_one():
+    """Trainer asks whether it is NaN or infinite, adds it up and looks at its device, as with any other scalar."""
+    zero, total = zero_loss("cpu"), torch.tensor(2.5)
+    assert torch.isnan(zero) is False and torch.isinf(zero) is False
+    total += zero
+    assert type(total) is torch.Tensor
+    assert (float(total), float(zero), zero.device) == (2.5, 0.0, torch.device("cpu"))
