@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harts_hf.cli.bench_arguments import STEPS_MEASURED, build_parser
@@ -65,6 +66,10 @@ def _run(options: argparse.Namespace, fields: Sequence[str]) -> bool:
         steps=options.steps, seconds_per_side=options.max_seconds, old_log_probs=options.old_log_probs,
     )  # fmt: skip
     if options.model is None:
+        if Path(options.rollouts).suffix not in (".yaml", ".yml"):
+            raise ValueError(
+                f"expected --model with a rollout file, or a recipe (.yaml), got {options.rollouts!r} alone"
+            )
         from harts_hf.cli.bench_recipe import subject_of_recipe
 
         subject = subject_of_recipe(options, fields, device)
