@@ -193,12 +193,13 @@ STEP_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class StepRow(NamedTuple):
-    """One optimizer step on a group of ``miniswe_b_drop``: ``budget`` is tree_max_tokens_per_microbatch."""
+    """One optimizer step on a group of ``miniswe_b_drop``: ``budget`` is tree_max_tokens_per_microbatch, a number or
+    "auto"."""
 
     group: int
     sharing: str
     checkpointing: bool
-    budget: int = 16384
+    budget: int | str = 16384
     slow: bool = False
 
 
@@ -212,6 +213,9 @@ STEP_ROWS = {
     "1-whole": StepRow(1, "always", True, 32768),
     "13": StepRow(13, "always", True, slow=True),
     "13-whole": StepRow(13, "always", True, 98304, slow=True),
+    "0-auto": StepRow(0, "always", True, "auto"),
+    "1-auto": StepRow(1, "always", True, "auto"),
+    "13-auto": StepRow(13, "always", True, "auto", slow=True),
     "0-never": StepRow(0, "never", True, slow=True),
 }
 
