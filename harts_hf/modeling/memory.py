@@ -70,13 +70,16 @@ class RowBytes:
         return self.head + self.logits * min(num_rows, self.chunk_rows)
 
 
-def row_bytes(model: nn.Module, *, dtype: torch.dtype | None = None, checkpointing: bool, fused: bool) -> RowBytes:
+def row_bytes(
+    model: nn.Module, *, dtype: torch.dtype | None = None, checkpointing: bool, fused: bool, every: int = 1
+) -> RowBytes:
     """What a model of a supported family takes, by the sizes of its modules.
 
     Args:
         model: patched or not, inside a PEFT model or not; may be on the meta device.
         dtype: that products run in; the parameters' if None.
         checkpointing: whether activation checkpointing is on: then a row keeps the inputs of layers alone.
+        every: of how many layers one is checkpointed then; the others keep their graphs.
         fused: whether modules run as single operations (:mod:`harts_hf.modeling.fused`).
 
     Raises:
@@ -94,7 +97,11 @@ def row_bytes(model: nn.Module, *, dtype: torch.dtype | None = None, checkpointi
         dense, experts = _elements(layer, config)
         graphs.append(factor * (_DENSE[fused] * dense + _EXPERTS[fused] * experts))
         backwards.append(factor * _RUNNING[fused] * (dense + experts))
-    linear, full = (config.layer_types.count(f"{kind}_attention") for kind in ("linear", "full"))
+    # Layers that keep their graphs, and those of them whose kind has rows that fill up chunks, or reads prefixes.
+    whole = [number for number in range(len(layers)) if not checkpointing or number % every]
+    kinds = [config.layer_types[number] for number in whole]
+    linear, full = (kinds.count(f"{kind}_attention") for kind in ("linear", "full"))
+    inputs = stream * config.hidden_size * (len(layers) - len(whole))
     filled = _FILLED * width * family.linear_shape(config).conv_channels
     prefix = width * family.key_elements(config, True)
     largest = max(range(len(layers)), key=lambda number: graphs[number])
@@ -103,11 +110,11 @@ def row_bytes(model: nn.Module, *, dtype: torch.dtype | None = None, checkpointi
     tied = stored.itemsize if base.get_input_embeddings().weight is head.weight else 0
     weight = num_elements(head.weight) * (4 + stored.itemsize + tied) if head.weight.requires_grad else 0
     return RowBytes(
-        kept=float(stream * config.hidden_size * len(layers)) if checkpointing else sum(graphs),
+        kept=inputs + sum(graphs[number] for number in whole),
         running=graphs[largest] + backwards[largest] if checkpointing else backwards[largest],
-        filled=0.0 if checkpointing else filled * linear,
+        filled=filled * linear,
         filled_running=filled,
-        prefix=0.0 if checkpointing else float(_PREFIX_KEPT * prefix * full),
+        prefix=float(_PREFIX_KEPT * prefix * full),
         prefix_running=float(_PREFIX_RUNNING * prefix),
         head=float(weight),
         logits=float(_LOGIT[fused] * config.vocab_size),

@@ -21,7 +21,6 @@ from harts_hf.runtime.slices import SliceRows
 from harts_hf.runtime.update import Find
 from harts_hf.trainers.micro_steps import active_adapters
 
-
 # Attributes of modules that change no value of a forward; TRL sets them around each generation.
 WITHOUT_EFFECT = frozenset({"training", "gradient_checkpointing"})
 
