@@ -106,6 +106,7 @@ def plot(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 
 def write(runs: Mapping[str, Mapping[str, Any]], out: Path) -> dict[str, Any]:
     """The result file and its picture, of the runs that there are; the file's content."""
+    runs = {way: found for way, found in runs.items() if found}
     curves = {way: {seed: one["curve"] for seed, one in found.items()} for way, found in runs.items()}
     both = [curves[way] for way in PANELS["Shared or not"] if way in curves]
     content = {
@@ -140,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
             if str(seed) not in runs.setdefault(way, {}):
                 runs[way][str(seed)] = train(way, seed)
                 write(runs, options.out)
-    content = write({way: found for way, found in runs.items() if found}, options.out)
+    content = write(runs, options.out)
     for name in ("last_mean_reward", "cpu_seconds", "shared_or_not_apart"):
         print(f"{name}: {json.dumps(content[name])}")
 

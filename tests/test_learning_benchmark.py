@@ -54,5 +54,6 @@ def test_how_far_ways_are_apart(tmp_path):
         }
         for way in WAYS
     }
+    assert write({**runs, "PPO": {}}, tmp_path / "found.json")["shared_or_not_apart"] is None
     content = write(runs, tmp_path / "found.json")
     assert content["shared_or_not_apart"]["means"] == 0 and (tmp_path / "found.png").stat().st_size > 1000

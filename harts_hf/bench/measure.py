@@ -9,6 +9,7 @@ from torch import nn
 
 from harts_hf.bench import sides
 from harts_hf.bench.clipping import Clipping, measure_clipping
+from harts_hf.bench.collapsing import collapse
 from harts_hf.bench.ideal import Ideal, Work, ideal_step, microbatch_constant
 from harts_hf.bench.parity import StepResult, compare, sketch_gradients
 from harts_hf.bench.results import BASELINES, BenchOptions, StepMeasured, Timed
@@ -96,6 +97,12 @@ class _Bench:
         """
         judged = [name for name in self.results if name.startswith(TREE)]
         baselines = [name for name in self.results if name not in judged]
+        stock = [kind for kind in sides.STOCK_KINDS if kind in self.chosen]
+        if not baselines and stock:  # in larger batches only
+            single = Setting(kind=stock[0], size=1)
+            self.progress(f"comparing with {single.label}")
+            self._try(single, self.timed[stock[0]], again=False)
+            baselines = [single.label]
         kind = PACKED if PACKED in self.chosen else TREE
         if len(baselines) < 2 and kind in self.chosen and (kind == PACKED or not baselines):
             rows = self.rollouts.tree.num_tokens if kind == TREE else self.rollouts.num_tokens
@@ -146,8 +153,9 @@ class _Bench:
         log = side.step()
         side.clock.on_gradients = None
         first = side.clock.seconds
-        # TRL's means over a batch's rows depend on which rows are in it, so batches of one row are compared.
-        if setting.kind not in sides.STOCK_KINDS or setting.size == 1 or not self.results:
+        # TRL's means over a batch's rows depend on which rows are in it, and rows that fill a batch up change the
+        # advantages' scale, so batches of one row are compared.
+        if setting.kind not in sides.STOCK_KINDS or setting.size == 1:
             self.results[setting.label] = StepResult(
                 sketch=sketches[0], grad_norm=log.get("grad_norm"), loss=log["loss"], entropy=log["entropy"]
             )
@@ -194,10 +202,15 @@ class _Bench:
         with stages.watching():
             side.step()
         timed.stages = stages.seconds()
-        expanded, unique = self.rollouts.num_labels
         schedule = side.clock.report.window.schedule
-        shares = schedule.tree.num_tokens < self.rollouts.num_tokens and side.setting.kind == TREE
-        timed.work = Work.of(schedule, unique if shares else expanded, stages.attention_area)
+        expanded, unique = self.rollouts.num_labels
+        if schedule.tree.num_tokens == self.rollouts.num_tokens:  # nothing is shared
+            labels = expanded
+        elif side.setting.kind == COLLAPSED:
+            labels = self.rollouts.labels_on(collapse(self.rollouts.tree))
+        else:
+            labels = unique
+        timed.work = Work.of(schedule, labels, stages.attention_area)
         if side.setting.kind == TREE:
             self.decision = schedule.decision
         side.clock.report = None

@@ -12,7 +12,7 @@ from harts_hf.bench.sides import KINDS
 
 COLORS = {"prepare": "C7", "old_log_probs": "C4", "planning": "C3", "forward_backward": "C0", "clipping": "C8",
           "optimizer": "C2", "other": "C9"}  # fmt: skip
-SPEEDUPS = {"speedup_stock": ("stock TRL", "s"), "speedup": ("without sharing", "o"),
+SPEEDUPS = {"speedup_stock": ("stock TRL", "s"), "speedup": ("packed, without sharing", "o"),
             "speedup_collapsed": ("nested prefixes collapsed", "^")}  # fmt: skip
 
 
@@ -40,19 +40,22 @@ def plot_rows(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str = 
         if seconds.any():
             left.bar(list(shown), seconds, bottom=bottom, color=COLORS[phase], label=phase.replace("_", " "))
             bottom += seconds
-    left.set(ylabel="seconds of an optimizer step", title=f"groups {', '.join(last['groups'][:3])}")
+    names = ", ".join(last["groups"][:3]) + (", ..." if len(last["groups"]) > 3 else "")
+    left.set(ylabel="seconds of an optimizer step")
+    left.set_title(f"groups {names}", parse_math=False)
     left.tick_params(axis="x", labelrotation=20)
-    left.legend(fontsize=8)
+    left.set_ylim(top=1.35 * bottom.max())  # room for the legend above the bars
+    left.legend(fontsize=8, ncols=3, loc="upper center")
     for key, (label, marker) in SPEEDUPS.items():
         points = [(row["sharing_ratio"], row[key]) for row in rows if key in row]
         if points:
             right.plot(*zip(*points, strict=True), marker, label=f"over {label}")
     ideal = sorted((row["sharing_ratio"], row["ideal"]) for row in rows if "ideal" in row)
     if ideal:
-        right.plot(*zip(*ideal, strict=True), "k:", linewidth=1, label="ideal over without sharing")
+        right.plot(*zip(*ideal, strict=True), "k_:", markersize=9, linewidth=1, label="ideal over packed")
     right.axhline(1, color="grey", linewidth=0.8)
     right.set(xlabel="sharing ratio (tokens / unique tokens)", ylabel="speed-up of the tree", title="whole steps")
     right.set_ylim(bottom=0)
     right.legend(fontsize=8)
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)  # names may hold dollars
     figure.savefig(path, dpi=110)

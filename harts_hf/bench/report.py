@@ -175,7 +175,8 @@ def table_of(row: Mapping[str, Any]) -> str:
     if "efficiency" in row:
         ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in row["work_ratios"].items())
         text.append(
-            f"sharing could make the step {row['ideal']:.2f}x as fast ({ratios}); reached {row['speedup']:.2f}x: "
+            f"sharing could make the {PACKED} step {row['ideal']:.2f}x as fast ({ratios}); reached "
+            f"{row['speedup']:.2f}x: "
             f"efficiency {row['efficiency']:.2f}"
         )
     decision = f"; the plan {row['decision']}" if row["decision"] else ""

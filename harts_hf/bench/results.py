@@ -62,6 +62,8 @@ class BenchOptions:
             )
         if self.steps < 1:
             raise ValueError(f"expected at least one timed step, got {self.steps}")
+        if not self.seconds_per_side > 0:
+            raise ValueError(f"expected seconds per side above 0, got {self.seconds_per_side}")
 
     def settings(self, kind: str, rollouts: StepRollouts) -> list[Setting]:
         """What a side is tried with; budgets past what holds all rows are no different."""
@@ -70,7 +72,8 @@ class BenchOptions:
         if kind in self.fixed:
             return [Setting(kind=kind, size=self.fixed[kind])]
         if kind in sides.STOCK_KINDS:
-            return [Setting(kind=kind, size=size) for size in self.batch_sizes if size <= len(rollouts.token_ids)]
+            count = len(rollouts.token_ids)
+            return [Setting(kind=kind, size=size) for size in sorted({min(s, count) for s in self.batch_sizes})]
         budgets = sorted(set(self.budgets))
         most = rollouts.tree.num_tokens if kind == TREE else rollouts.num_tokens
         enough = next((budget for budget in budgets if budget >= most), budgets[-1])

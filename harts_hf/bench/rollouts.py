@@ -49,8 +49,8 @@ class StepRollouts:
                 every token but the first.
 
         Raises:
-            ValueError: another choice of labels; fewer than two trajectories that predict a token; token ids outside
-                the vocabulary.
+            ValueError: another choice of labels; fewer than two trajectories that predict a token; no token that is
+                trained; token ids outside the vocabulary.
         """
         if labels not in LABELS:
             raise ValueError(f"expected labels to be one of {', '.join(LABELS)}, got {labels!r}")
@@ -63,6 +63,12 @@ class StepRollouts:
         if largest >= vocab_size:
             raise ValueError(f"expected token ids below the vocabulary size {vocab_size}, got {largest}")
         trained = [_trained(tokens, rollout, labels) for tokens, rollout in pairs]
+        if not any(mask.any() for mask in trained):
+            raise ValueError(
+                f"expected at least one trained token in a step, got none in group "
+                f"{', '.join(group.name for group in groups[:4])}: its loss masks train nothing (--labels all trains "
+                "every token but the first)"
+            )
         prompts = [min(max(1, int(mask.argmax())), len(mask) - 1) if mask.any() else len(mask) - 1 for mask in trained]
         old = [rollout.old_logprobs for _, rollout in pairs]
         return cls(
@@ -89,10 +95,14 @@ class StepRollouts:
     @property
     def num_labels(self) -> tuple[int, int]:
         """Trained tokens of all trajectories, and rows of the tree that are trained."""
-        rows = np.zeros(self.tree.num_tokens, bool)
+        return int(sum(mask.sum() for mask in self.masks)), self.labels_on(self.tree)
+
+    def labels_on(self, tree: RolloutTree) -> int:
+        """Rows that any trajectory trains, of a tree that has these trajectories in this order."""
+        rows = np.zeros(tree.num_tokens, bool)
         for number, (prompt, mask) in enumerate(zip(self.prompt_lengths, self.masks, strict=True)):
-            rows[self.tree.path(number)[prompt:][mask]] = True
-        return int(sum(mask.sum() for mask in self.masks)), int(rows.sum())
+            rows[tree.path(number)[prompt:][mask]] = True
+        return int(rows.sum())
 
     def filled(self, multiple: int) -> "StepRollouts":
         """With copies of the shortest trajectory that train nothing behind, up to a multiple of a number of rows."""

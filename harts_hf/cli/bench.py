@@ -10,12 +10,19 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harts_hf.cli.bench_arguments import build_parser
-from harts_hf.cli.checks import check_output_file, check_picture, find_device, refuse_to_overwrite
+from harts_hf.cli.bench_arguments import STEPS_MEASURED, build_parser
+from harts_hf.cli.checks import (
+    check_output_file,
+    check_picture,
+    find_device,
+    refuse_same_output,
+    refuse_to_overwrite,
+)
 from harts_hf.cli.loading import is_random, load_model, load_tokenizer, read_rollouts
-from harts_hf.cli.output import printable, replacing, write_json
+from harts_hf.cli.output import printable, printable_lines, replacing, write_json
 
 if TYPE_CHECKING:
     from harts_hf.bench.results import BenchOptions
@@ -38,14 +45,18 @@ def main(argv: Sequence[str]) -> int:
 def _run(options: argparse.Namespace, fields: Sequence[str]) -> bool:
     inputs = (options.rollouts, options.model, options.tokenizer, options.cost)
     refuse_to_overwrite(options.json, *inputs)
-    refuse_to_overwrite(options.plot, *inputs, options.json)
+    refuse_to_overwrite(options.plot, *inputs)
+    refuse_same_output("--plot", options.plot, "--json", options.json)
     check_output_file("--json", options.json)
     check_picture("--plot", options.plot)
     # One growing segment per stream instead of blocks that only fit one side's sizes; read when CUDA starts.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     _check_one_process()
     device = find_device(options.device)
+    if options.groups_per_step < 1:
+        raise ValueError(f"expected at least one group per step, got {options.groups_per_step}")
+    if options.max_groups is not None and options.max_groups < 1:
+        raise ValueError(f"expected at least one group, got {options.max_groups}")
 
     from harts_hf.bench.about import about_machine
     from harts_hf.bench.results import BenchOptions
@@ -55,6 +66,10 @@ def _run(options: argparse.Namespace, fields: Sequence[str]) -> bool:
         steps=options.steps, seconds_per_side=options.max_seconds, old_log_probs=options.old_log_probs,
     )  # fmt: skip
     if options.model is None:
+        if Path(options.rollouts).suffix not in (".yaml", ".yml"):
+            raise ValueError(
+                f"expected --model with a rollout file, or a recipe (.yaml), got {options.rollouts!r} alone"
+            )
         from harts_hf.cli.bench_recipe import subject_of_recipe
 
         subject = subject_of_recipe(options, fields, device)
@@ -83,7 +98,7 @@ def _subject(options: argparse.Namespace, device: Any) -> "Subject":
 
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
     file = read_rollouts(options, tokenizer)
-    groups = picked(file.groups, options.groups, options.max_groups)
+    groups = picked(file.groups, options.groups, options.max_groups or STEPS_MEASURED * options.groups_per_step)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     # Where the model is trained: random weights of billions of parameters take minutes on a CPU.
     with torch.device(device):
@@ -133,7 +148,7 @@ def _measure(options: argparse.Namespace, subject: "Subject", bench: "BenchOptio
             )  # fmt: skip
         row = row_of(measured, model=subject.name, workload=subject.workload, old_log_probs=bench.old_log_probs)
         rows.append(row)
-        print(f"\n{table_of(row)}", flush=True)
+        print(f"\n{printable_lines(table_of(row))}", flush=True)
         if options.json:
             write_json(options.json, result)  # what is there, should the next step be ended
     passed = all(row["parity"]["passed"] for row in rows)
@@ -159,7 +174,7 @@ def total_line(total: dict[str, Any]) -> str:
         f"{total[key]:.2f}x {over}"
         for key, over in (
             ("speedup_stock", "stock TRL"),
-            ("speedup", "the best without sharing"),
+            ("speedup", "the same kernels without sharing"),
             ("speedup_collapsed", "that with nested prefixes collapsed"),
         )
         if key in total
@@ -176,7 +191,7 @@ def sampling_line(rows: Sequence[dict[str, Any]], sampling: float) -> str:
     tree = sum(row["seconds"] for row in rows)
     gains = [
         f"{(sampling + sum(row[f'{name}_seconds'] for row in rows)) / (sampling + tree):.2f}x {over}"
-        for name, over in (("stock", "stock TRL"), ("baseline", "the best without sharing"))
+        for name, over in (("stock", "stock TRL"), ("baseline", "the same kernels without sharing"))
         if all(f"{name}_seconds" in row for row in rows)
     ]
     return f"sampling took {sampling:.3g} s; with it, the step is {', '.join(gains)}"

@@ -8,6 +8,8 @@ from harts_hf.cli.loading import add_rollouts
 # As harts_hf.bench.sides and harts_hf.bench.rollouts have them, which take seconds to import; a test compares them.
 SIDES = ("stock", "stock sorted", "packed", "collapsed", "tree")
 LABELS = ("recorded", "all")
+# Steps of a file that are measured unless the command line says which groups.
+STEPS_MEASURED = 3
 
 
 def build_parser(description: str | None) -> argparse.ArgumentParser:
@@ -32,7 +34,9 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     step = parser.add_argument_group("a step")
     step.add_argument("--groups-per-step", type=int, default=1, metavar="N", help="(default: %(default)s)")
     step.add_argument("--groups", type=int, nargs="+", metavar="I", help="only these groups, counted from 0")
-    step.add_argument("--max-groups", type=int, default=3, metavar="N", help="at most so many (default: %(default)s)")
+    step.add_argument(
+        "--max-groups", type=int, metavar="N", help=f"at most so many (default: those of {STEPS_MEASURED} steps)"
+    )
     step.add_argument(
         "--labels",
         choices=LABELS,

@@ -46,7 +46,18 @@ def refuse_to_overwrite(output: str | None, *inputs: str | None) -> None:
     """
     for name in inputs:
         if output is not None and name is not None and _is_part_of(output, name):
-            raise ValueError(f"expected an output that is no input, got {output!r}, which is part of {name!r}")
+            relation = "an input" if os.path.realpath(output) == os.path.realpath(name) else f"part of {name!r}"
+            raise ValueError(f"expected an output that is no input, got {output!r}, which is {relation}")
+
+
+def refuse_same_output(option: str, name: str | None, other_option: str, other: str | None) -> None:
+    """Checks that two outputs are two files.
+
+    Raises:
+        ValueError: they are one, by whatever path or link.
+    """
+    if name is not None and other is not None and _is_part_of(name, other):
+        raise ValueError(f"expected another file for {option} than for {other_option}, got {name!r} and {other!r}")
 
 
 def _is_part_of(output: str, name: str) -> bool:
@@ -132,7 +143,7 @@ def picked(values: Sequence[Value], indices: Sequence[int] | None, most: int) ->
     """Some entries by index, or the first ones, at most so many.
 
     Raises:
-        ValueError: an index past the end or below 0, or fewer than one asked for.
+        ValueError: an index past the end, below 0 or twice, or fewer than one asked for.
     """
     if indices is None:
         if most < 1:
@@ -141,4 +152,7 @@ def picked(values: Sequence[Value], indices: Sequence[int] | None, most: int) ->
     wrong = [index for index in indices if not 0 <= index < len(values)]
     if wrong:
         raise ValueError(f"expected groups from 0 to {len(values) - 1}, got {wrong[0]}")
+    twice = [index for place, index in enumerate(indices) if index in indices[:place]]
+    if twice:
+        raise ValueError(f"expected each group once, got {twice[0]} twice")
     return [values[index] for index in indices]

@@ -132,8 +132,10 @@ def load_model(name: str, dtype: Any, *, seed: int, random_weights: bool = False
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # Transformers has many: of the hub, of damaged files, of fields of the configuration
+        nowhere = "no such folder or file, and no such model in the Hugging Face cache or on the hub"
         raise ValueError(
-            f"expected --model to be a model's folder, configuration or name, got {name!r}: {error}"
+            f"expected --model to be a model's folder, configuration or name, got {name!r}: "
+            f"{error if path.exists() else nowhere}"
         ) from error
 
 

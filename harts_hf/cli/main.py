@@ -72,8 +72,8 @@ def _run(argv: Sequence[str] | None) -> int:
     if name not in available_commands():
         print(f"harts: expected a command ({', '.join(available_commands())}), got {name!r}", file=sys.stderr)
         return 2
-    if name == "train":  # TRL says from its import on, before a recipe is read, that rollout_func is experimental
-        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    # TRL says from its import on, before anything is read, that rollout_func is experimental.
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:
         return import_module(f"harts_hf.cli.{name}").main(arguments[1:]) or 0
     except ModuleNotFoundError:

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harts_hf.cli.checks import check_output_file, check_picture, refuse_to_overwrite
+from harts_hf.cli.checks import check_output_file, check_picture, refuse_same_output, refuse_to_overwrite
 from harts_hf.cli.loading import add_rollouts, empty_model, read_rollouts, summary, tokenizer_on_demand
 from harts_hf.cli.output import printable, replacing, write_json
 from harts_hf.cli.plan_report import DEFAULT_ROW_BYTES, plan_report
@@ -33,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     inputs = (options.rollouts, options.cost, options.tokenizer, options.model)
     refuse_to_overwrite(options.json, *inputs)
-    refuse_to_overwrite(options.plot, *inputs, options.json)
+    refuse_to_overwrite(options.plot, *inputs)
+    refuse_same_output("--plot", options.plot, "--json", options.json)
     check_output_file("--json", options.json)
     check_picture("--plot", options.plot)
     if options.groups_per_step is not None and options.groups_per_step < 1:

@@ -190,7 +190,9 @@ def plan_report(
         schedule = plan_window(trees, config)
         schedules.append(schedule)
         before += _seconds_without_sharing(trees, schedule)
-    alone = max(total["depth"], min(config.max_tokens_per_microbatch, total["expanded"]))
+    # Of a step, not of the file: a microbatch holds no more than one rank's part of it.
+    largest = max(schedule.tree.num_expanded_tokens for schedule in schedules)
+    alone = max(total["depth"], min(config.max_tokens_per_microbatch, -(-largest // config.world_size)))
     after = [_peak(schedule, rank, row_bytes) for schedule in schedules for rank in range(config.world_size)]
     seconds = [schedule.estimated_seconds for schedule in schedules]
     gain = Gain(

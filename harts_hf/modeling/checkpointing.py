@@ -34,6 +34,20 @@ def without_checkpointing(model: Any, activation_checkpointing_kwargs: dict[str,
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=activation_checkpointing_kwargs)
 
 
+def checkpointed_every(kwargs: Mapping[str, Any] | None) -> int:
+    """Of how many layers one is checkpointed, by ``gradient_checkpointing_kwargs``: the first, and every n-th.
+
+    Raises:
+        ValueError: no integer of at least 1.
+    """
+    every = (kwargs or {}).get("every_n_layers", 1)
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(
+            f"expected every_n_layers of gradient_checkpointing_kwargs to be an integer of at least 1, got {every!r}"
+        )
+    return every
+
+
 def allow_some_layers(model: PreTrainedModel) -> None:
     """Lets checkpointing be switched on with ``every_n_layers`` and ``offload`` among PyTorch's arguments.
 

@@ -77,7 +77,13 @@ class RowBytes:
 
 
 def row_bytes(
-    model: nn.Module, *, dtype: torch.dtype | None = None, checkpointing: bool, fused: bool, sharded: bool = False
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    checkpointing: bool,
+    fused: bool,
+    every: int = 1,
+    sharded: bool = False,
 ) -> RowBytes:
     """What a model of a supported family takes, by the sizes of its modules.
 
@@ -85,6 +91,7 @@ def row_bytes(
         model: patched or not, inside a PEFT model or not; may be on the meta device.
         dtype: that products run in; the parameters' if None.
         checkpointing: whether activation checkpointing is on: then a row keeps the inputs of layers alone.
+        every: of how many layers one is checkpointed then; the others keep their graphs.
         fused: whether modules run as single operations (:mod:`harts_hf.modeling.fused`).
         sharded: whether processes share the weights, which are gathered in the dtype of products then.
 
@@ -103,7 +110,11 @@ def row_bytes(
         dense, experts = _elements(layer, config)
         graphs.append(factor * (_DENSE[fused] * dense + _EXPERTS[fused] * experts))
         backwards.append(factor * _RUNNING[fused] * (dense + experts))
-    linear, full = (config.layer_types.count(f"{kind}_attention") for kind in ("linear", "full"))
+    # Layers that keep their graphs, and those of them whose kind has rows that fill up chunks, or reads prefixes.
+    whole = [number for number in range(len(layers)) if not checkpointing or number % every]
+    kinds = [config.layer_types[number] for number in whole]
+    linear, full = (kinds.count(f"{kind}_attention") for kind in ("linear", "full"))
+    inputs = stream * config.hidden_size * (len(layers) - len(whole))
     filled = _FILLED * width * family.linear_shape(config).conv_channels
     prefix = width * family.key_elements(config, True)
     largest = max(range(len(layers)), key=lambda number: graphs[number])
@@ -113,18 +124,18 @@ def row_bytes(
     weight = num_elements(head.weight) * (4 + stored.itemsize + tied) if head.weight.requires_grad else 0
     casts = 0 if sharded else sum(width * p.numel() for p in base.parameters() if p.element_size() > width)
     return RowBytes(
-        kept=float(stream * config.hidden_size * len(layers)) if checkpointing else sum(graphs),
+        kept=inputs + sum(graphs[number] for number in whole),
         running=graphs[largest] + backwards[largest] if checkpointing else backwards[largest],
-        filled=0.0 if checkpointing else filled * linear,
+        filled=filled * linear,
         filled_running=filled,
-        prefix=0.0 if checkpointing else float(_PREFIX_KEPT * prefix * full),
+        prefix=float(_PREFIX_KEPT * prefix * full),
         prefix_running=float(_PREFIX_RUNNING * prefix),
         head=float(weight),
         logits=float(_LOGIT[fused] * config.vocab_size),
         chunk_rows=max(1, _HEAD_ELEMENTS // config.vocab_size),
         layer=float(max(_trained_bytes(layer) for layer in layers)),
         casts=float(casts),
-        kept_casts=0.0 if checkpointing else float(casts),
+        kept_casts=float(casts) * len(whole) / len(layers),
     )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from harts_hf.tree import RolloutTree
@@ -83,6 +84,7 @@ def draw_segments(axes: Axes, tree: RolloutTree) -> FloatArray:
     axes.set_xlim(0, float(last.max()) * 1.08 + 1)
     axes.set_ylim(float(heights.max()) + 1, -1)
     axes.set_yticks([])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("depth (tokens)")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, frameon=False)

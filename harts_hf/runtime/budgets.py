@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 
 from harts_hf.modeling.memory import WORKSPACE, RowBytes
-from harts_hf.planner import CHUNK_SIZE, PlannerConfig
+from harts_hf.planner import CHUNK_SIZE, PlannerConfig, Schedule
 
 # Part of the memory that is left for what is not predicted: fragments, temporary tensors, other processes.
 MARGIN = 0.1
@@ -61,9 +61,9 @@ def fitting_budget(rows: RowBytes, room: float, *, offload: bool = False, reason
     if count < CHUNK_SIZE:
         needed = fixed + CHUNK_SIZE * (rows.row + rows.logits) / (1 - KEPT)
         raise DoesNotFitError(
-            f"expected at least {needed / 1e9:,.2f} GB beside weights, gradients and optimizer "
-            f"({rows.head / 1e9:,.2f} GB of them for the head, {rows.row / 1e6:,.2f} MB a row), got {room / 1e9:,.2f} "
-            "GB: take activation checkpointing, another optimizer, adapters, or more processes that share the model"
+            f"expected at least {_size(needed)} beside weights, gradients and optimizer ({_size(rows.head)} of them "
+            f"for the head, {_size(rows.row)} per row), got {_size(room) if room > 0 else 'nothing left'}: take "
+            "activation checkpointing, another optimizer, adapters, or more processes that share the model"
         )
     number = _rounded(min(int(count), MOST_ROWS))
     return Budget(
@@ -72,6 +72,14 @@ def fitting_budget(rows: RowBytes, room: float, *, offload: bool = False, reason
         max_handoff_bytes=None if offload else int(left * HANDED),
         reason=reason,
     )
+
+
+def _size(count: float) -> str:
+    """A number of bytes in the largest unit that leaves it above 1: a model may be tiny."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count:,.0f} bytes"
 
 
 def _rounded(count: int) -> int:
@@ -99,6 +107,41 @@ def parse_bytes(name: str, text: str) -> float:
         raise ValueError(f"expected {name} to be a size such as 141GB or 80GiB, got {text!r}")
     power = " KMGT".index(found[2].upper() or " ")
     return number * (1024 if found[3] else 1000) ** power
+
+
+def limited(config: PlannerConfig, rows: int, graph: int | None = None) -> PlannerConfig:
+    """A configuration whose limits of rows are no larger than these.
+
+    Args:
+        config: of plans.
+        rows: of a microbatch.
+        graph: rows whose graphs may be alive at once; None leaves that limit as it is.
+    """
+    before = config.max_graph_tokens
+    return replace(
+        config,
+        max_tokens_per_microbatch=min(config.max_tokens_per_microbatch, rows),
+        max_graph_tokens=before if graph is None else graph if before is None else min(before, graph),
+    )
+
+
+def limited_to(config: PlannerConfig, schedule: Schedule, *, with_graphs: bool) -> PlannerConfig:
+    """Limits that are no larger than what a schedule within them runs, so that half of them is half of that.
+
+    Args:
+        config: of the planner, with execution "auto" or another.
+        schedule: planned with it, of all ranks.
+        with_graphs: whether graphs were made.
+    """
+    rows = max(microbatch.num_rows for microbatch in schedule.microbatches)
+    if not with_graphs:
+        return limited(config, rows)
+    ranks = range(schedule.config.world_size)
+    alive = max(int(schedule.memory_counts(rank).graph_rows.max(initial=0)) for rank in ranks)
+    # With execution="auto" the limit follows that of a microbatch, and halves with it, if it is not set.
+    limit = schedule.config.max_graph_tokens
+    follows = config.max_graph_tokens is None and (limit is None or 2 * alive > limit)
+    return limited(config, rows, None if follows else alive)
 
 
 def halved(config: PlannerConfig) -> PlannerConfig | None:

@@ -50,10 +50,14 @@ class ModelGuard:
     are watched instead, where they can be seen), PEFT registers parameters anew in another order, and forwards may
     write buffers, such as counts of tokens. Only buffers that are constants are watched: floating-point ones that are
     not saved, such as rotary frequencies.
+
+    Args:
+        model: without a wrapper or in one.
+        all_buffers: whether floating-point buffers that are saved are watched too, such as the bias of a router.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, *, all_buffers: bool = False) -> None:
+        self._model, self._all_buffers = model, all_buffers
         modules = dict(model.named_modules())  # gone through once: a walk takes a millisecond
         self._modules = [(module, type(module)) for module in modules.values()]
         # After a forward FSDP2 may leave parameters whole; those are copies, made anew in each forward.
@@ -122,7 +126,7 @@ class ModelGuard:
         """Evenly spaced values of all watched tensors, by device and dtype: one comparison for each."""
         parts: dict[Key, list[torch.Tensor]] = {}
         names: dict[Key, list[str]] = {}
-        for name, tensor in [*self._facts, *_constants(modules)]:
+        for name, tensor in [*self._facts, *_buffers(modules, saved=self._all_buffers)]:
             shard = _shard(tensor).detach()
             if shard.is_meta or not shard.numel():
                 continue
@@ -146,11 +150,12 @@ def _parameters(modules: Modules) -> dict[str, nn.Parameter]:
     return {name: parameter for parameter, name in found.items()}
 
 
-def _constants(modules: Modules) -> list[tuple[str, torch.Tensor]]:
+def _buffers(modules: Modules, *, saved: bool) -> list[tuple[str, torch.Tensor]]:
+    """Floating-point ones that are not saved, which are constants; those that are saved, too, if ``saved``."""
     return [
         (f"{prefix}.{name}", buffer)
         for prefix, module in modules.items()
-        for name in sorted(module._non_persistent_buffers_set)
+        for name in sorted(module._buffers if saved else module._non_persistent_buffers_set)
         if (buffer := module._buffers.get(name)) is not None and buffer.is_floating_point()
     ]
 

@@ -29,8 +29,8 @@ class Ranks:
     the same string of them; DDP and ZeRO-1 need one synchronised last backward. Ranks run equal strings of kinds of
     ops, filled up with dummy microbatches of one token and no weight.
 
-    Every method but the contexts around forwards and backwards is a collective where there are several processes: all
-    of them have to call it, in the same order.
+    Every method but :meth:`run_apart` and the contexts around forwards and backwards is a collective where there are
+    several processes: all of them have to call it, in the same order.
 
     Attributes:
         count: processes.
@@ -89,6 +89,17 @@ class Ranks:
             Whether every rank knows that memory ran out and nothing else failed, so that all may begin again.
         """
         return is_out_of_memory(error)
+
+    def before_ops(self, model: nn.Module) -> None:
+        """Does what the first forward with a graph would else do together with the other ranks.
+
+        Args:
+            model: as it is called.
+        """
+
+    def run_apart(self) -> None:
+        """Notes that this rank runs ops from here on, of which the others may see nothing until the last backward; no
+        collective."""
 
     def scoring_model(self, model: nn.Module) -> nn.Module:
         """What forwards without gradients call."""

@@ -191,6 +191,7 @@ class WindowRun:
         self, coefficients: TreeValues, backward: Backward | None, names: tuple[str, ...], wanted: Masks
     ) -> None:
         scored = self._scores is not None
+        self.ranks.run_apart()  # memory may run out in the guard, too
         if self._guard is not None:
             self._guard.check_all()
         for position in range(self._num_scoring, len(self._ops)):
@@ -261,6 +262,8 @@ class WindowRun:
         if step == "backward" and self._mode == "train" and self._scores is None:
             raise RuntimeError("expected score() before backward()")
         self._begun.add(step)
+        if self._mode != "score":
+            self.ranks.before_ops(self.model)
 
     def _check_model(self) -> None:
         """Remembers the model at the first forward, compares afterwards."""

@@ -22,6 +22,7 @@ from harts_hf.runtime.report import UpdateReport
 from harts_hf.runtime.routes import KnownRoutes, TokenRoutes, merge_routes
 from harts_hf.runtime.run import WindowRun
 from harts_hf.runtime.slices import SliceRows, SliceTable, checked
+from harts_hf.runtime.window import TreeWindow
 
 Slice = TypeVar("Slice")
 # The values of a slice that are known already, or None.
@@ -75,6 +76,7 @@ class TreeUpdate:
         self._known, self._on_scored = known_routes or KnownRoutes(lambda _: None), on_scored
         self.model, self.planner, self.options = model, planner, options or RunOptions()
         self.ranks = ranks or Ranks()
+        self.planned: TreeWindow | None = None  # the latest window; for one whose memory ran out
         self.device = next(model.parameters()).device if device is None else device
 
     def score(self, rows: SliceRows, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -93,6 +95,7 @@ class TreeUpdate:
             paths = [window.tree.path(number) for number in range(len(trajectories))]
             index = rows.index(paths)
             routes = merge_routes(window.tree.num_tokens, paths, known, Ranks())
+            self.planned = window
             window = window.to(self.device)
         with together_if_alone(self.ranks):
             run = WindowRun(self.model, window, self.options, ranks=self.ranks, routes=routes, mode="score")
@@ -176,6 +179,7 @@ class TreeUpdate:
             names=(*names, *observed),
             merge=self._known.merge,
         )
+        self.planned = placed.window
         window = placed.window.to(self.device)
         seconds = {"planning": time.perf_counter() - started}
         with ranks.together():

@@ -7,6 +7,7 @@ from typing import Any
 
 from accelerate.utils import DynamoBackend
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from harts_hf.errors import UnsupportedModelError
 
@@ -49,4 +50,8 @@ def _compiled_by(args: Any, accelerator: Any, model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
             return f"{name or 'a model'} after compile()"
+        if isinstance(module, OptimizedModule):
+            return f"torch.compile of {name or 'a model'}"
+        if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
+            return f"torch.compile of {name or 'a model'}'s forward"
     return None

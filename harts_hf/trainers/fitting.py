@@ -12,7 +12,7 @@ from torch import nn
 
 from harts_hf.errors import HartsWarning
 from harts_hf.planner import PlannerConfig
-from harts_hf.runtime.budgets import Budget, halved
+from harts_hf.runtime.budgets import Budget, halved, limited, limited_to
 from harts_hf.runtime.kept import KeptScores
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.ranks import Ranks, is_out_of_memory
@@ -42,6 +42,7 @@ class TreeBudgets:
     def __init__(self, trainer: Any, ranks: Ranks) -> None:
         self._trainer, self._ranks = trainer, ranks
         self._budget: Budget | None = None
+        self._smaller: PlannerConfig | None = None  # whose limits of rows hold since memory ran out
         self._logged = 0  # halvings that metrics have had
         self.halvings = 0
         self.max_tokens = 0
@@ -59,10 +60,19 @@ class TreeBudgets:
                 self._budget = self._agreed()
             limits = self._trainer.args.limits(self._budget)
             config = replace(config, **limits)
-        for _ in range(self.halvings):
-            config = halved(config) or config
+        if self._smaller is not None:
+            config = limited(config, self._smaller.max_tokens_per_microbatch, self._smaller.max_graph_tokens)
         self.max_tokens = config.max_tokens_per_microbatch
         return replace(planner, config=config)
+
+    def shrink(self, smaller: PlannerConfig) -> None:
+        """Keeps the limits of rows of all plans to come within those, after memory ran out."""
+        self.halvings += 1
+        before = self._smaller
+        self._smaller = (
+            smaller if before is None else limited(smaller, before.max_tokens_per_microbatch, before.max_graph_tokens)
+        )
+        self.max_tokens = self._smaller.max_tokens_per_microbatch
 
     def metrics(self) -> dict[str, float]:
         """Rows of a microbatch, and how often memory ran out since the last call."""
@@ -86,6 +96,8 @@ class TreeBudgets:
 class FittingUpdate(TreeUpdate):
     """An update that is begun again, once and with half the rows, where memory runs out in it; so is scoring.
 
+    Half of the limit, or of the largest microbatch that ran where the limit was larger than that.
+
     Gradients, what TRL logs, and attributes of the trainer become what they were before, so that the result is that of
     an update which had been planned so. State of one's own that a loss changes in place is not brought back.
 
@@ -97,7 +109,7 @@ class FittingUpdate(TreeUpdate):
 
     def __init__(self, *args: Any, budgets: TreeBudgets, trainer: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._budgets, self._trainer, self._halvings = budgets, trainer, budgets.halvings
+        self._budgets, self._trainer = budgets, trainer
 
     def run(self, *args: Any, **kwargs: Any) -> UpdateReport:
         """See :meth:`TreeUpdate.run`.
@@ -126,7 +138,7 @@ class FittingUpdate(TreeUpdate):
             everywhere = self.ranks.ran_out(error)
             if not self._budgets.begins_again:
                 raise
-            smaller = halved(self.planner.config) if everywhere else None
+            smaller = self._smaller(with_graphs=before is not None) if everywhere else None
             if smaller is None:
                 if is_out_of_memory(error):
                     raise torch.OutOfMemoryError(f"{error}\n{self._why_not()}") from error
@@ -154,10 +166,21 @@ class FittingUpdate(TreeUpdate):
                 ) from error
             raise
 
+    def _smaller(self, *, with_graphs: bool) -> PlannerConfig | None:
+        """Half of the limits, or of what ran within them where that was less; a collective.
+
+        None where nothing can be halved.
+        """
+        config = self.planner.config
+        if self.planned is not None:
+            config = limited_to(config, self.planned.schedule, with_graphs=with_graphs)
+        # Windows differ where each rank plans its own.
+        most = self.ranks.agree(config.max_tokens_per_microbatch, config.max_graph_tokens or 0)
+        return halved(limited(self.planner.config, most[0], most[1] or None))
+
     def _use(self, smaller: PlannerConfig) -> None:
         self.planner = replace(self.planner, config=smaller)
-        self._budgets.halvings = max(self._budgets.halvings, self._halvings + 1)
-        self._budgets.max_tokens = smaller.max_tokens_per_microbatch
+        self._budgets.shrink(smaller)
 
     def _why_not(self) -> str:
         rows = self.planner.config.max_tokens_per_microbatch

@@ -6,6 +6,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
+from harts_hf.modeling.checkpointing import checkpointed_every
 from harts_hf.modeling.memory import decoder_layers, num_elements, row_bytes
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.runtime.budgets import MARGIN, Budget, fitting_budget
@@ -75,6 +76,7 @@ def measured_budget(trainer: Any) -> Budget:
         trainer.accelerator.unwrap_model(trainer.model),
         dtype=computing_dtype(trainer),
         checkpointing=args.gradient_checkpointing,
+        every=checkpointed_every(args.gradient_checkpointing_kwargs),
         fused=args.tree_fused_modules == "auto",
         sharded=_is_sharded(trainer),
     )

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from accelerate.utils import DistributedType, gather, reduce
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.runtime import OtherRankError, Ranks
@@ -145,8 +146,16 @@ class AccelerateRanks(Ranks):
         told, self._ran_out = self._ran_out, False
         return told and self.can_begin_again
 
-    def _run_apart(self) -> None:
-        """Notes that this rank runs an op that the others see nothing of."""
+    def before_ops(self, model: nn.Module) -> None:
+        """DDP's first forward after a step sends rank 0's buffers to all, so that a rank whose memory runs out before
+        it could tell nobody: they are sent here instead."""
+        if isinstance(model, DistributedDataParallel):
+            if model.will_sync_module_buffers():
+                model._sync_buffers()
+            model.require_forward_param_sync = False
+
+    def run_apart(self) -> None:
+        """See :meth:`harts_hf.runtime.Ranks.run_apart`."""
         self._apart = self._apart or (self._is_ddp and self.count > 1 and not self._depth)
 
     @contextmanager
@@ -308,7 +317,7 @@ class AccelerateRanks(Ranks):
 
     def scoring_model(self, model: nn.Module) -> nn.Module:
         """DDP's inner module, since its forward may broadcast buffers; else the wrapped one."""
-        self._run_apart()
+        self.run_apart()
         return self.accelerator.unwrap_model(model) if self._is_ddp else model
 
     @contextmanager
@@ -324,7 +333,7 @@ class AccelerateRanks(Ranks):
         """DDP's reducer is armed by a forward whose own backward has to come next; here by the last backward."""
         if self.count == 1 or not self._is_ddp:
             return nullcontext()
-        self._run_apart()
+        self.run_apart()
         return self.accelerator.no_sync(model)
 
     def around_backward(
@@ -343,7 +352,7 @@ class AccelerateRanks(Ranks):
             model.optimizer.clear_backward_seen_flag()
         if self._stays_whole:
             model.set_reshard_after_backward(is_last)
-        self._run_apart()
+        self.run_apart()
         if self._is_ddp and is_last:
             if self._apart:  # who ran out of memory before is waiting here
                 self._meet(DONE)

@@ -61,7 +61,8 @@ def read_routed_experts(rows: Sequence[Any], lengths: Sequence[int], shape: Rout
     """
     if not hasattr(rows, "__len__") or len(rows) != len(lengths):
         raise ValueError(f"expected 'routed_experts' to have {len(lengths)} entries, one per row, got {_said(rows)}")
-    known: dict[int, torch.Tensor] = {}
+    # By id: with the array itself, since another one made while rows are gone through may get the id of one let go.
+    known: dict[int, tuple[Any, torch.Tensor]] = {}
     found: list[TokenRoutes | None] = []
     for row, (value, length) in enumerate(zip(rows, lengths, strict=True)):
         if value is None:
@@ -70,8 +71,8 @@ def read_routed_experts(rows: Sequence[Any], lengths: Sequence[int], shape: Rout
         pieces = []
         for piece in _pieces(value):
             if id(piece) not in known:
-                known[id(piece)] = _read(piece, f"routed_experts[{row}]", shape)
-            pieces.append((known[id(piece)], None))
+                known[id(piece)] = piece, _read(piece, f"routed_experts[{row}]", shape)
+            pieces.append((known[id(piece)][1], None))
         routes = TokenRoutes(tuple(pieces))
         if len(routes) > length:
             raise ValueError(
@@ -89,7 +90,7 @@ def _pieces(value: Any) -> list[Any]:
 
 def _read(value: Any, name: str, shape: RouterShape) -> torch.Tensor:
     """``[t, L, k]`` int16, layers with a router, experts of each ascending."""
-    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    array = _array(value, name)
     counts = (len(shape.layers), shape.num_layers)
     fits = array.ndim == 3 and array.shape[1] in counts and array.shape[2] == shape.top_k
     if not fits or array.dtype.kind not in "iu":
@@ -100,10 +101,10 @@ def _read(value: Any, name: str, shape: RouterShape) -> torch.Tensor:
         )
     if array.shape[1] != len(shape.layers):
         array = array[:, list(shape.layers)]
-    array = np.sort(array.astype(np.int64), axis=-1)
     if array.size and not UNKNOWN <= array.min() <= array.max() < shape.num_experts:
         wrong = array.min() if array.min() < UNKNOWN else array.max()
         raise ValueError(f"expected experts in [0, {shape.num_experts}) in {name}, or -1, got {wrong}")
+    array = np.sort(array.astype(np.int64), axis=-1)
     is_unknown = array == UNKNOWN
     repeats = ((np.diff(array, axis=-1) == 0) & ~is_unknown[..., 1:]).any(axis=-1)
     wrong_at = np.argwhere(repeats | (is_unknown.any(axis=-1) & ~is_unknown.all(axis=-1)))
@@ -114,6 +115,16 @@ def _read(value: Any, name: str, shape: RouterShape) -> torch.Tensor:
             f"{array[token, layer].tolist()} for token {token} in layer {shape.layers[layer]}"
         )
     return torch.from_numpy(array.astype(np.int16))
+
+
+def _array(value: Any, name: str) -> np.ndarray[Any, Any]:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return (value.double() if value.is_floating_point() else value).numpy()  # NumPy knows no bfloat16
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"expected {name} to be an array, or lists of the same lengths, got {error}") from error
 
 
 def _said(value: Any) -> str:

@@ -21,35 +21,75 @@ from harts_hf.runtime.slices import SliceRows
 from harts_hf.runtime.update import Find
 from harts_hf.trainers.micro_steps import active_adapters
 
+# Attributes of modules that change no value of a forward; TRL sets them around each generation.
+WITHOUT_EFFECT = frozenset({"training", "gradient_checkpointing"})
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Weights:
-    """A model's weights as they are now, to be compared with later.
+    """A model's weights as they are now, and whatever else its forwards read, to be compared with later.
 
     Attributes:
-        guard: sees what changed in the model.
+        guard: sees what changed in the model's tensors and modules.
         adapters: which were active.
+        numbers: attributes of modules; see :func:`numbers_of`.
         step: optimizer steps so far; in few bits a small one may leave every sample of the guard as it was.
     """
 
     guard: ModelGuard
     adapters: Any
+    numbers: list[Any]
     step: int
 
     @classmethod
     def of(cls, model: nn.Module, step: int) -> "Weights":
         """Those of a model, without a wrapper, after so many optimizer steps."""
-        return cls(guard=ModelGuard(model), adapters=active_adapters(model), step=step)
+        return cls(
+            guard=ModelGuard(model, all_buffers=True),
+            adapters=active_adapters(model),
+            numbers=numbers_of(model),
+            step=step,
+        )
 
     def are_of(self, model: nn.Module, step: int) -> bool:
         """Whether the model still has them."""
-        if step != self.step or active_adapters(model) != self.adapters:
+        if step != self.step or active_adapters(model) != self.adapters or numbers_of(model) != self.numbers:
             return False
         try:
             self.guard.check_all()
         except ModelChangedError:
             return False
         return True
+
+
+def numbers_of(model: nn.Module) -> list[Any]:
+    """Numbers, texts and containers of them that the modules of a model have as attributes, in their order.
+
+    An adapter's scaling, a norm's epsilon, a router's number of experts: forwards read them, and no tensor changes
+    with them.
+    """
+    return [
+        (name, number)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in WITHOUT_EFFECT and (number := _plain(value)) is not _OTHER
+    ]
+
+
+_OTHER = object()
+
+
+def _plain(value: Any) -> Any:
+    """A copy that compares by value; _OTHER of what is no plain number, text or container of these."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        items: Any = [(key, _plain(one)) for key, one in value.items()]
+        return _OTHER if any(one is _OTHER for _, one in items) else items
+    if isinstance(value, list | tuple):
+        found = [_plain(one) for one in value]
+        return _OTHER if any(one is _OTHER for one in found) else found
+    return _OTHER
 
 
 class ScoredOnce:

@@ -7,6 +7,7 @@ from support import planted
 from support.models import tiny_model
 
 from harts_hf.cli.main import main
+from harts_hf.modeling import forwards
 
 SHAPE = {"parent": [-1, 0, 0, 1], "length": [40, 20, 30, 15], "sample_node": [3, 2, 1, 3]}
 
@@ -53,6 +54,9 @@ def test_every_side_trains_the_same_and_is_timed(model, shapes, tmp_path, capsys
     assert sides["packed"]["microbatches"] == {"packed 512": 1}
     assert row["work_ratios"]["rows"] == pytest.approx(280 / 105)
     assert row["work_ratios_collapsed"]["rows"] == pytest.approx(145 / 105)
+    # Every token but the first of a row is trained: 276 labels, 143 with nested rows collapsed, 104 on the tree.
+    assert row["work_ratios"]["head"] == pytest.approx(276 / 104)
+    assert row["work_ratios_collapsed"]["head"] == pytest.approx(143 / 104)
     for side in sides.values():
         assert len(side["seconds_of_steps"]) == 1
         assert side["phases"]["forward_backward"] > 0 and side["phases"]["old_log_probs"] > 0
@@ -85,6 +89,28 @@ def test_no_speed_of_a_tree_that_trains_something_else(plant, model, shapes, tmp
 
 
 @pytest.mark.slow
+def test_a_fault_that_packed_shares_with_the_tree(model, shapes, monkeypatch, capsys):
+    """How far such a baseline is from stock TRL is no measure of roundings; nor is stock in batches filled up."""
+    monkeypatch.setattr(forwards, "token_logprobs", scaled_logprobs(forwards.token_logprobs))
+    sides = ("--sides", "stock", "packed", "tree")
+    status, output = run(capsys, "--model", model, shapes, *FEW, "--batch-sizes", 1, *sides)
+    assert status == 1 and "gradients of packed 512, which shares nothing, differ from stock 1's by" in output.out
+    monkeypatch.undo()
+    status, output = run(capsys, "--model", model, shapes, *FEW, "--batch-sizes", 3, "--sides", "stock", "tree")
+    assert status == 0 and "gradients differ from stock 1's by" in output.out
+
+
+def scaled_logprobs(function):
+    """Log-probs whose gradients are 2 % too small."""
+
+    def scaled(*args, **kwargs):
+        found = function(*args, **kwargs)
+        return found._replace(log_prob=found.log_prob * 0.98 + found.log_prob.detach() * 0.02)
+
+    return scaled
+
+
+@pytest.mark.slow
 def test_a_recipe_with_the_time_of_its_sampling(tmp_path, capsys):
     """Its rollouts are collected once; the step is told with and without the time that took."""
     out = tmp_path / "out.json"
@@ -100,6 +126,8 @@ def test_a_recipe_with_the_time_of_its_sampling(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("rollouts.jsonl",), "expected --model with a rollout file, or a recipe (.yaml), got 'rollouts.jsonl' alone"),
+        (("--model", "nope", "rollouts.jsonl"), "rollouts.jsonl: no such file"),
         (("recipes/tiny_ppo.yaml",), "expected a recipe with trainer: grpo, got 'ppo'"),
         (("recipes/tiny_grpo.yaml", "--lora", "4"), "expected --lora with --model only: a recipe has fields for it"),
         (("recipes/tiny_grpo.yaml", "--max_step", "4"), "unknown key 'max_step'"),
@@ -115,6 +143,12 @@ def test_arguments_that_cannot_be_used(model, shapes, monkeypatch, capsys):
     """Groups that are not there, options of nothing, several processes."""
     status, output = run(capsys, "--model", model, shapes, "--groups", 0, 2)
     assert status == 2 and "expected groups from 0 to 1, got 2" in output.err
+    status, output = run(capsys, "--model", model, shapes, "--groups", 1, 1)
+    assert status == 2 and "expected each group once, got 1 twice" in output.err
+    status, output = run(capsys, "--model", model, shapes, "--max-groups", 0)
+    assert status == 2 and "expected at least one group, got 0" in output.err
+    status, output = run(capsys, "--model", model, shapes, "--plot", "same.png", "--json", "same.png")
+    assert status == 2 and "expected another file for --plot than for --json, got 'same.png'" in output.err
     status, output = run(capsys, "--model", model, shapes, "--sides", "tree")
     assert status == 2 and "at least one of stock, stock sorted, packed" in output.err
     with pytest.raises(SystemExit) as stop:

@@ -107,8 +107,11 @@ def test_pictures_of_an_unknown_kind(name, rollouts, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["plan", "verify"])
-def test_tokenizers_are_not_looked_for_on_the_network(command, rollouts, model, monkeypatch, capsys):
-    """A name that is neither a folder nor cached is refused as that."""
+def test_tokenizers_are_not_looked_for_on_the_network(command, model, tmp_path, monkeypatch, capsys):
+    """A name that is neither a folder nor cached is refused as that, where a row needs it."""
+    rollouts = tmp_path / "messages.jsonl"
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    rollouts.write_text(json.dumps({"group": 0, "messages": turns}))
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was tried"))
     arguments = ["--model", model] if command == "verify" else []
     message = refused(capsys, command, *arguments, rollouts, "--tokenizer", "nope")

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from benchmarks.gpu.registry import STEP_MODELS
 from harts_hf.cli import plan_picture
 from harts_hf.cli.main import main
 from harts_hf.cli.plan_picture import drawable, plot_plan
-from harts_hf.cli.plan_report import DEFAULT_ROW_BYTES, RowBytes, plan_report
+from harts_hf.cli.plan_report import DEFAULT_ROW_BYTES, RowBytes, _steps, plan_report
 from harts_hf.cli.plan_text import factor, format_report, gigabytes, seconds
 from harts_hf.modeling import handed_sizes
 from harts_hf.modeling.costs import DEFAULT_WORK, count_work, scaled_cost
@@ -63,6 +64,13 @@ def test_steps_of_some_groups():
     parts = [plan_report(made[a:b], CUT).gain.seconds[0] for a, b in ((0, 2), (2, 4), (4, 5))]
     assert report.gain.seconds[0] == pytest.approx(sum(parts)) and report.gain.seconds[1] == sum(times)
     assert report.schedule.estimated_seconds == max(times)
+    # Before, a microbatch holds no more than a step, and a rank no more than its part of one.
+    steps = [sum(tree.num_expanded_tokens for tree in trees) for trees in _steps([g.tree for g in made], 2)]
+    wide = replace(CUT, max_tokens_per_microbatch=4096)
+    before = plan_report(made, wide, groups_per_step=2, row_bytes=BYTES).gain.memory[0].total
+    assert before == max(steps) * 1100
+    two = plan_report(made, replace(wide, world_size=2), groups_per_step=2, row_bytes=BYTES).gain.memory[0].total
+    assert two == -(-max(steps) // 2) * 1100
     text = format_report(report)
     assert "9 trajectories of 5 groups, trained once in 3 steps:" in text and "execution in the longest step" in text
     with pytest.raises(ValueError, match="expected --groups-per-step of at least 1, got 0"):

@@ -37,7 +37,7 @@ def test_rows_that_fit(model, capsys):
             ["--model", "MODEL", "--memory", "lots"],
             "expected --memory to be a size such as 141GB or 80GiB, got 'lots'",
         ),
-        (["--model", "MODEL", "--memory", "1GB"], "GB beside weights, gradients and optimizer"),
+        (["--model", "MODEL", "--memory", "1GB"], "beside weights, gradients and optimizer"),
         (["--memory", "6GB"], "expected --model with --memory"),
         (["--model", "nowhere", "--memory", "6GB"], "expected --model to be a model's folder"),
     ],

@@ -203,7 +203,7 @@ def test_evaluation(train, tmp_path):
             ("--environment_factory", "my_code:Counter", "--collector_kwargs.x", "1"),
             "expected no collector_kwargs where",
         ),
-        (("--trainer", "a2c"), "expected trainer to be one of grpo, gmpo, ppo, rloo, got 'a2c'"),
+        (("--trainer", "a2c"), "expected trainer to be one of grpo, gmpo, ppo, rloo, sft, got 'a2c'"),
         (
             ("--trainer", "rloo", "--rollout_func", "my_code:play", *DATA, *REWARDS),
             "expected a trainer that takes rollout_func for rollout_func, got 'rloo': TRL's RLOO samples",

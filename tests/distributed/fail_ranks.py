@@ -143,8 +143,9 @@ def in_op(trainer, rank):
     run.WindowRun._forward = failing
 
 
-def out_in(kind, times):
-    """Rank 1 runs out of memory in its first forwards ("F") or backwards ("B") with graphs; then it has enough."""
+def out_in(kind, times, *, before=False):
+    """Rank 1 runs out of memory in its first forwards ("F") or backwards ("B") with graphs, at their ends or before
+    they begin; then it has enough."""
 
     def plant(trainer, rank):
         from harts_hf.runtime import run
@@ -153,8 +154,9 @@ def out_in(kind, times):
         stock, left = getattr(run.WindowRun, name), [times if rank == 1 else 0]
 
         def failing(self, position, *args):
-            found = stock(self, position, *args)
-            if left[0] and self._ops[position][0] == kind:
+            fails = left[0] and self._ops[position][0] == kind
+            found = None if fails and before else stock(self, position, *args)
+            if fails:
                 left[0] -= 1
                 raise torch.OutOfMemoryError("no memory is left in an op")
             return found
@@ -179,11 +181,12 @@ FAILURES = {
     "planned": lambda trainer, rank: None,
     "forward": out_in("F", 1),
     "backward": out_in("B", 1),
+    "tables": out_in("F", 1, before=True),
     "again": out_in("F", 2),
 }
 # Of these, what was trained is written down too; those that run out of memory have microbatches that can be halved.
-TRAINED = ("planned", "forward", "backward")
-HALVED = ("forward", "backward", "again", "scoring")
+TRAINED = ("planned", "forward", "backward", "tables")
+HALVED = ("forward", "backward", "tables", "again", "scoring")
 
 
 def main() -> None:

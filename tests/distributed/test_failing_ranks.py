@@ -28,6 +28,7 @@ EXPECTED = {
     "planned": ("nothing was raised; out of memory 0, 64 rows",) * 2,
     "forward": ("nothing was raised; out of memory 1, 64 rows",) * 2,
     "backward": ("nothing was raised; out of memory 1, 64 rows",) * 2,
+    "tables": ("nothing was raised; out of memory 1, 64 rows",) * 2,
 }
 pytestmark = pytest.mark.distributed
 
@@ -49,7 +50,7 @@ def test_all_ranks_raise(failure, raised):
         assert expected in found
 
 
-@pytest.mark.parametrize("failure", ["forward", "backward"])
+@pytest.mark.parametrize("failure", ["forward", "backward", "tables"])
 def test_a_step_that_was_begun_again(failure, raised):
     """One rank ran out of memory before the last backward: both train as if half the rows had been planned."""
     for rank in (0, 1):

@@ -2,13 +2,15 @@
 
 import copy
 
+import pytest
 import torch
 from support.models import tiny_model
 from support.trainer_runs import run_trainer
 from trl import GRPOConfig, GRPOTrainer
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
-from harts_hf.modeling.checkpointing import allow_some_layers
+from harts_hf.modeling.checkpointing import allow_some_layers, checkpointed_every
+from harts_hf.modeling.memory import row_bytes
 
 CUT = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "max_steps": 2, "learning_rate": 0.1}
 
@@ -31,6 +33,22 @@ def test_every_second_layer(tmp_path):
     layers = len(runs[2][2].model.model.layers)
     assert checkpointed(runs[1][2].model) == [True] * layers
     assert sorted(checkpointed(runs[2][2].model)) == [False] * (layers // 2) + [True] * (layers - layers // 2)
+
+
+@pytest.mark.parametrize("every", [0, -1, "2", 1.5, True, None])
+def test_numbers_of_layers(every):
+    """Others than 1, 2, ... are refused before anything is sampled."""
+    kwargs = {"use_reentrant": False, "every_n_layers": every}
+    with pytest.raises(ValueError, match=r"expected every_n_layers .* integer of at least 1, got"):
+        checkpointed_every(kwargs)
+
+
+def test_memory_of_some_layers():
+    """Between that of all and of none; of layers of which only the first is, that of none but for it."""
+    model = tiny_model("qwen3_5_text")
+    rows = [row_bytes(model, checkpointing=True, fused=True, every=every).kept for every in (1, 2, 99)]
+    assert rows == sorted(rows) and rows[0] < rows[1] < rows[2]
+    assert rows[2] < row_bytes(model, checkpointing=False, fused=True).kept
 
 
 def test_stock_trl_forgets(tmp_path):

@@ -175,7 +175,7 @@ def test_budgets(rows):
     for before, after in pairwise(sorted(set(numbers))):
         assert after % 64 == 0 and after <= max(before + 64, 1.25 * before)
     assert fitting_budget(rows, 1e9, offload=True).max_handoff_bytes is None
-    with pytest.raises(DoesNotFitError, match=r"expected at least [\d.]+ GB beside weights.*got 0\.10 GB: take activ"):
+    with pytest.raises(DoesNotFitError, match=r"expected at least [\d.]+ [GM]B beside.*got 100\.00 MB: take activ"):
         fitting_budget(rows, 1e8)
 
 

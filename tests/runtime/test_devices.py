@@ -113,7 +113,7 @@ def test_tables_move_whole():
         assert all(map(is_tagged, tensors))
 
 
-# Without a scoring pass, and with one through TRL's hook for old log-probs.
+# Without a scoring pass; with one through TRL's hook for old log-probs, which the first step keeps.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("execution", "iterations"), [("nested", 1), ("replay", 2)])
 def test_trainer(execution, iterations, monkeypatch, tmp_path):
@@ -122,8 +122,18 @@ def test_trainer(execution, iterations, monkeypatch, tmp_path):
     arguments = transformers.TrainingArguments
     monkeypatch.setattr(arguments, "device", property(lambda self: self._setup_devices and DEVICE))
     monkeypatch.setattr(_BaseTrainer, "_send_telemetry", lambda *_: None)  # asks for the GPU's name
-    options = {"tree_execution": execution, "tree_offload_handoff": True, "tree_credit": "turn", "max_steps": 1}
-    cut = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "num_iterations": iterations}
+    options = {
+        "tree_execution": execution,
+        "tree_offload_handoff": True,
+        "tree_credit": "turn",
+        "max_steps": iterations,
+    }
+    cut = {
+        "tree_sharing": "always",
+        "tree_max_tokens_per_microbatch": 64,
+        "num_iterations": iterations,
+        "max_steps": iterations,
+    }
     with pretended_gpu(monkeypatch):
         trainer = TreeGRPOTrainer(
             tiny_model("qwen3_5_text"),
@@ -135,9 +145,10 @@ def test_trainer(execution, iterations, monkeypatch, tmp_path):
         )
         trainer.train()
         assert all(map(is_tagged, trainer.model.parameters()))
-    log = trainer.state.log_history[0]
-    assert log["tree/scoring_skipped"] == (execution == "nested")
-    assert log["tree/microbatches"] > 3
+    *logs, _ = trainer.state.log_history
+    assert [log["tree/scoring_kept"] for log in logs] == {1: [0], 2: [1, 0]}[iterations]
+    assert [log["tree/scoring_skipped"] for log in logs] == [1, 0][:iterations]
+    assert logs[0]["tree/microbatches"] > 3
 
 
 @pytest.mark.parametrize("execution", ["replay", "nested"])

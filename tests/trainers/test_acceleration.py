@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import nn
 
@@ -29,6 +30,16 @@ def compiled_layer():
     return model
 
 
+def compiled_otherwise(*, forward):
+    """A model with a layer in torch.compile's wrapper, or whose forward is compiled."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    if forward:
+        model[0].forward = torch.compile(model[0].forward, backend="eager")
+    else:
+        model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
 def test_plain_settings_pass():
     """In bf16 and without."""
     check_acceleration(trainer())
@@ -42,9 +53,11 @@ def test_plain_settings_pass():
         ({"torch_compile": True}, "uncompiled model, got torch_compile=True: .* tree_fused_modules='auto'"),
         ({"dynamo": "inductor"}, "uncompiled model, got Accelerate's dynamo backend INDUCTOR"),
         ({"model": compiled_layer()}, r"uncompiled model, got 0 after compile\(\)"),
+        ({"model": compiled_otherwise(forward=False)}, "uncompiled model, got torch.compile of 0: "),
+        ({"model": compiled_otherwise(forward=True)}, "uncompiled model, got torch.compile of 0's forward"),
         ({"mixed_precision": "fp8"}, "bf16 or none, got fp8 .* bf16=True"),
     ],
-    ids=["liger", "torch_compile", "dynamo", "compile", "fp8"],
+    ids=["liger", "torch_compile", "dynamo", "compile", "wrapper", "forward", "fp8"],
 )
 def test_refused(settings, message):
     """However it was asked for."""

@@ -74,6 +74,25 @@ def test_the_step_is_that_of_half_the_rows(kind, options, tmp_path, monkeypatch)
     assert [log["tree/max_tokens_per_microbatch"] for log in begun_again[1][:-1]] == [64, 64]
 
 
+@pytest.mark.parametrize("rows", ["auto", 4096, 200])
+def test_half_of_what_ran(rows, tmp_path, monkeypatch):
+    """A limit far above what a window has: half of it would be the same plan, which would not fit either."""
+    most, stock = [], WindowRun._forward
+
+    def forward(self, position, *args):
+        alive = self.window.schedule.memory_counts().graph_rows.max()
+        if self._ops[position][0] == "F":
+            most.append(alive)
+            if alive > 0.6 * most[0]:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return stock(self, position, *args)
+
+    monkeypatch.setattr(WindowRun, "_forward", forward)
+    with pytest.warns(HartsWarning, match="begun again with"):
+        trained(tmp_path, rows, max_steps=1)
+    assert most[0] > 150 and len(most) > 2
+
+
 def test_scoring_is_begun_again(tmp_path, monkeypatch):
     """Old log-probs, which TRL asks for before the step: equal but for rounding."""
     planned = trained(tmp_path / "planned", 64, num_iterations=2)
@@ -199,18 +218,17 @@ def test_other_errors_are_as_they_were(monkeypatch):
 
 
 def test_copies_are_not_kept():
-    """A planner's limits after two halvings, and again no smaller than a chunk."""
+    """A planner's limits after two halvings."""
     trainer = OneTrainer()
     trainer.args = copy.copy(trainer.args)
     trainer.args.tree_max_graph_tokens = 200
     budgets = TreeBudgets(trainer, Ranks())
     planner = WindowPlanner(config=trainer.args.planner_config())
-    budgets.halvings = 1
-    config = budgets.applied(planner).config
-    assert (config.max_tokens_per_microbatch, config.max_graph_tokens) == (64, 100)
-    budgets.halvings = 9
-    assert budgets.applied(planner).config.max_tokens_per_microbatch == 64
-    assert budgets.metrics() == {"max_tokens_per_microbatch": 64.0, "out_of_memory": 9.0}
+    for rows, graph in ((96, 100), (64, 150)):  # the second of another model, whose limits were larger
+        budgets.shrink(PlannerConfig(max_tokens_per_microbatch=rows, max_graph_tokens=graph))
+        config = budgets.applied(planner).config
+        assert (config.max_tokens_per_microbatch, config.max_graph_tokens) == (rows, 100)
+    assert budgets.metrics() == {"max_tokens_per_microbatch": 64.0, "out_of_memory": 2.0}
 
 
 def test_limits_as_they_are_given(tmp_path):
@@ -257,8 +275,15 @@ class Gpu:
             unwrap_model=lambda model: model, distributed_type=DistributedType.NO, num_processes=1
         )
         self.optimizer = None
-        args = {"optim": "adamw_torch", "bf16": True, "tree_offload_handoff": False, "gradient_checkpointing": False}
-        args |= {"tree_fused_modules": "auto", "device": torch.device("cuda"), "asks_for_memory": True, **options}
+        args = {
+            "optim": "adamw_torch",
+            "bf16": True,
+            "tree_offload_handoff": False,
+            "gradient_checkpointing": False,
+            "gradient_checkpointing_kwargs": None,
+        }
+        args |= {"gradient_checkpointing_kwargs": None, "tree_fused_modules": "auto"}
+        args |= {"device": torch.device("cuda"), "asks_for_memory": True, **options}
         limits = lambda fits: {"max_tokens_per_microbatch": fits.max_tokens}  # noqa: E731
         self.args = SimpleNamespace(**args, limits=limits)
 

@@ -15,6 +15,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFT
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from harts_hf import (
+    TreeGMPOConfig,
     TreeGMPOTrainer,
     TreeGRPOConfig,
     TreeGRPOTrainer,
@@ -25,7 +26,6 @@ from harts_hf import (
     UnsupportedModelError,
 )
 from harts_hf.errors import HartsWarning
-from harts_hf.trainers.config import TreeGMPOConfig
 
 FAMILY = "qwen3_next"
 # Large enough that a term left out, or counted otherwise, moves parameters by far more than the tolerance.

@@ -153,6 +153,10 @@ def test_read_routed_experts():
     kept = _plain([None if one is None else one.plain() for one in found], "routes")
     again = [None if one is None else TokenRoutes.from_plain(one) for one in kept]
     assert torch.equal(again[0].of(np.arange(8)), found[0].of(np.arange(8)))
+    # Of one array of all rows, each row is a new view, which may have the id of one let go.
+    rows = np.stack([drawn(row, 5, 2) for row in range(64)])
+    for row, one in enumerate(read_routed_experts(rows, [5] * 64, shape)):
+        assert np.array_equal(one.of(np.arange(4)).numpy(), np.sort(rows[row], axis=-1)), row
     unknown = np.full((1, 2, 2), -1)
     assert read_routed_experts([unknown], [1], shape)[0].hashes().tolist() == [0]
 
@@ -165,7 +169,10 @@ def test_read_routed_experts():
             r"routed_experts\[0\] .* \[tokens, 2 or 3 layers, 2 experts\], got int64 \[2, 4, 2\]",
         ),
         (np.zeros((2, 2, 2)), r"integers .*got float64"),
+        (torch.zeros(2, 2, 2, dtype=torch.bfloat16), r"integers .*got float64"),
+        ([[[0, 1], [0]]], r"expected routed_experts\[0\] to be an array, or lists of the same lengths"),
         (np.full((1, 2, 2), 8) - [0, 1], r"experts in \[0, 8\).*got 8"),
+        (np.full((1, 2, 2), 2**64 - 1, np.uint64), r"experts in \[0, 8\).*got 18446744073709551615"),
         (np.zeros((1, 2, 2), int), r"2 different experts.*got \[0, 0\] for token 0 in layer 1"),
         (np.array([[[0, 1], [-1, 1]]]), r"2 different experts.*got \[-1, 1\] for token 0 in layer 2"),
         (drawn(0, 9), r"at most 5 tokens .*got 8"),

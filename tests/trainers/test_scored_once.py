@@ -122,8 +122,11 @@ def test_ppo_does_not_score_its_first_minibatch_again(tmp_path):
 
 
 def test_weights_that_changed():
-    """In place, past autograd's counters, by an optimizer step that left few bits other, frozen."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    """In place, past autograd's counters, by an optimizer step that left few bits other, frozen; a router's bias, an
+    adapter's scaling, a norm's epsilon."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.LayerNorm(4))
+    model[0].register_buffer("expert_bias", torch.zeros(4))
+    model[0].scaling = {"default": 2.0}
 
     def in_place():
         with torch.no_grad():
@@ -134,7 +137,16 @@ def test_weights_that_changed():
 
     weights = Weights.of(model, 7)
     assert weights.are_of(model, 7) and not weights.are_of(model, 8)
-    for change in (in_place, past_counters, lambda: model[0].requires_grad_(False)):
+    model.eval()
+    assert weights.are_of(model, 7)
+    for change in (
+        in_place,
+        past_counters,
+        lambda: model[0].requires_grad_(False),
+        lambda: model[0].expert_bias.add_(1),
+        lambda: model[0].scaling.update(default=1.0),
+        lambda: setattr(model[2], "eps", 0.1),
+    ):
         weights = Weights.of(model, 7)
         change()
         assert not weights.are_of(model, 7)

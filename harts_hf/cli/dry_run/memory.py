@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from harts_hf.cli.launching import Launch
+from harts_hf.modeling.checkpointing import checkpointed_every
 from harts_hf.modeling.memory import WORKSPACE, RowBytes, graph_bytes, peak_of_rows, row_bytes
 from harts_hf.planner import Schedule
 from harts_hf.trainers.memory import gathered_bytes, optimizer_bytes
@@ -84,6 +85,7 @@ def memory_of(model: Any, training: Any, launch: Launch, *, with_reference: bool
         model,
         dtype=_dtype(model, training),
         checkpointing=training.gradient_checkpointing,
+        every=checkpointed_every(training.gradient_checkpointing_kwargs),
         fused=training.tree_fused_modules == "auto",
         sharded=launch.is_deepspeed or launch.shards("weights") > 1,
     )

@@ -49,7 +49,7 @@ class Trainer:
                 "vllm_server_timeout": 0.0,
                 "vllm_structured_outputs_regex": None,
                 "generation_kwargs": None,
-                "gradient_checkpointing_kwargs": None,
+                "activation_checkpointing_kwargs": None,
                 "temperature": 0.8,
                 "top_p": 0.7,
                 "top_k": 12,
