@@ -42,10 +42,10 @@ def moved_together(tensors: Sequence[torch.Tensor], device: torch.device | str) 
     is_copied = [to_gpu and tensor.device.type == "cpu" for tensor in tensors]
     if not any(is_copied):
         return [tensor.to(device) for tensor in tensors]
-    buffer, places = packed([tensor for tensor, copied in zip(tensors, is_copied, strict=True) if copied])
-    # PyTorch keeps pinned memory until the copy has run.
-    copies = iter(unpacked(buffer.pin_memory().to(device, non_blocking=True), places))
-    return [next(copies) if copied else tensor.to(device) for tensor, copied in zip(tensors, is_copied, strict=True)]
+    copied = [tensor for tensor, is_one in zip(tensors, is_copied, strict=True) if is_one]
+    buffer, places = packed(copied, pinned=True)
+    copies = iter(unpacked(buffer.to(device, non_blocking=True), places))  # PyTorch keeps the buffer until it has run
+    return [next(copies) if is_one else tensor.to(device) for tensor, is_one in zip(tensors, is_copied, strict=True)]
 
 
 def read_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -70,13 +70,13 @@ class _Place(NamedTuple):
     shape: torch.Size
 
 
-def packed(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[_Place]]:
+def packed(tensors: Sequence[torch.Tensor], *, pinned: bool = False) -> tuple[torch.Tensor, list[_Place]]:
     """Tensors of the CPU as bytes, each from a multiple of :data:`ALIGNMENT` on, and where each of them is."""
     places, end = [], 0
     for tensor in tensors:
         places.append(_Place(end, tensor.dtype, tensor.shape))
         end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    buffer = torch.empty(end, dtype=torch.uint8)
+    buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
     for tensor, view in zip(tensors, unpacked(buffer, places), strict=True):
         view.copy_(tensor)
     return buffer, places

@@ -33,8 +33,9 @@ class TreeOptions:
             Rows (unique tokens) that one forward may take. `"auto"`: on a GPU as many as are predicted to fit into its
             free memory, at most 65,536, the same on all processes; elsewhere 16,384. It is found before the first
             step and is the metric `tree/max_tokens_per_microbatch`; set that number to have the same plans on a
-            machine with other memory. Where memory runs out in a step, whatever the number, it is halved and the step
-            begun again, once: a warning says so, and the metric `tree/out_of_memory`.
+            machine with other memory. Where memory runs out in a step, whatever the number, it is halved (or the
+            rows of the largest microbatch are, where those are fewer) and the step begun again, once: a warning says
+            so, and the metric `tree/out_of_memory`.
         tree_sharing (`str`, *optional*, defaults to `"auto"`):
             `"always"` computes shared tokens once wherever they fit together, `"never"` runs every trajectory by
             itself, `"auto"` takes what is estimated to be faster.

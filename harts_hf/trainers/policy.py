@@ -67,7 +67,9 @@ class TreePolicy:
         self._settings: SettingsOfSlices | None = None
         # Models without Accelerate's wrappers: to find one takes milliseconds.
         self._inner: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
-        self._num_slices = 0  # of the running step
+        # Of the running step: its slices, and whether their loss is a user's own.
+        self._num_slices = 0
+        self._is_custom = False
 
     @property
     def counts_all_tokens(self) -> bool:
@@ -170,6 +172,7 @@ class TreePolicy:
         with self.ranks.together():
             check_keys([one.batch for one in slices])
             self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
+        self._is_custom = has_custom_loss(self.trainer)
         loss_device = self._loss_device(slices)
         if loss_device is not None:
             num_items = num_items.cpu() if isinstance(num_items, torch.Tensor) else num_items
@@ -251,7 +254,7 @@ class TreePolicy:
 
     def _loss_batch(self, one: TRLSlice) -> dict[str, Any]:
         """What the loss of a slice is given; TRL's own losses read nothing of prompts but which rows they ask for."""
-        return one.batch if has_custom_loss(self.trainer) else without_prompts(one.batch)
+        return one.batch if self._is_custom else without_prompts(one.batch)
 
     def _update(self, model: nn.Module, device: Any, *, on_scored: Any = None) -> TreeUpdate:
         is_policy = self._unwrapped(model) is self._unwrapped(self.trainer.model)
@@ -272,7 +275,7 @@ class TreePolicy:
     def _loss_device(self, slices: list[TRLSlice]) -> str | None:
         """The CPU for TRL's own losses and batches of a size that a CPU is quick at: on a GPU a loss is a hundred
         launches, and a wait for each metric. None elsewhere."""
-        if has_custom_loss(self.trainer):
+        if self._is_custom:
             return None
         tensors = (v for one in slices for v in without_prompts(one.batch).values() if isinstance(v, torch.Tensor))
         return "cpu" if max(tensor.numel() for tensor in tensors) <= MOST_ON_CPU else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -70,15 +71,15 @@ class PaddedRows:
             completion_mask=completion_mask,
             keeps_all=keeps_all,
         )
-        empty = np.flatnonzero(rows.is_scored & ~prompt_mask.any(axis=1))
+        empty = np.flatnonzero(rows.is_scored & (np.count_nonzero(prompt_mask, axis=1) == 0))
         if empty.size:
             raise ValueError(f"expected prompts of at least one token, got an empty one in row {empty[0]}")
         return rows
 
-    @property
+    @cached_property
     def is_scored(self) -> Any:
         """``[B]`` whether a row has a token to score."""
-        return self.completion_mask.any(axis=1)
+        return np.count_nonzero(self.completion_mask, axis=1) > 0  # an ``any`` of integers takes ten times as long
 
     def tokens(self, row: int) -> IntArray:
         """The real tokens of a row."""
@@ -132,9 +133,9 @@ class PaddedRows:
 def _real(ids: IntArray, mask: IntArray) -> IntArray:
     """``[L]`` the ids where a mask is not 0: a view where padding stands on one side only."""
     count = np.count_nonzero(mask)
-    if mask[len(mask) - count :].all():
+    if np.count_nonzero(mask[len(mask) - count :]) == count:
         return ids[len(ids) - count :]
-    return ids[:count] if mask[:count].all() else ids[mask != 0]
+    return ids[:count] if np.count_nonzero(mask[:count]) == count else ids[mask != 0]
 
 
 def token_ids(batch: dict[str, Any]) -> torch.Tensor:

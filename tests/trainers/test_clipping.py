@@ -11,24 +11,28 @@ from torch import nn
 from harts_hf.trainers.clipping import clip_gradients
 from harts_hf.trainers.zero_loss import zero_loss
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
-def model_with_gradients(scale, dtypes=(torch.float32, torch.bfloat16)):
+
+def model_with_gradients(scale, device, dtypes=(torch.float32, torch.bfloat16)):
     """Parameters of several dtypes and one without a gradient."""
     torch.manual_seed(0)
-    model = nn.ParameterList([nn.Parameter(torch.randn(3, 5, dtype=dtype)) for dtype in (*dtypes, torch.float32)])
+    kinds = (*dtypes, torch.float32)
+    model = nn.ParameterList([nn.Parameter(torch.randn(300, 50, dtype=dtype, device=device)) for dtype in kinds])
     for parameter in list(model)[:-1]:
         parameter.grad = torch.randn_like(parameter) * scale
     return model
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("scale", "max_norm", "changes"),
     [(1.0, 1e9, False), (1.0, 0.3, True), (1.0, math.inf, False), (0.0, 1.0, False), (math.inf, 1.0, True)],
 )
-def test_as_trainer_clips(scale, max_norm, changes):
+def test_as_trainer_clips(scale, max_norm, changes, device):
     """The same norm and the same bits; gradients that are not clipped were not written."""
-    stock, own = model_with_gradients(scale), model_with_gradients(scale)
-    accelerator = Accelerator(cpu=True)
+    stock, own = model_with_gradients(scale, device), model_with_gradients(scale, device)
+    accelerator = Accelerator(cpu=device == "cpu")
     expected = accelerator.clip_grad_norm_(stock.parameters(), max_norm)
     versions = [parameter.grad._version for parameter in list(own)[:-1]]
     norm = clip_gradients(SimpleNamespace(accelerator=accelerator), own, max_norm)
