@@ -21,8 +21,11 @@ from harts_hf.runtime.slices import SliceRows
 from harts_hf.runtime.update import Find
 from harts_hf.trainers.micro_steps import active_adapters
 
-# Attributes of modules that change no value of a forward; TRL sets them around each generation.
-WITHOUT_EFFECT = frozenset({"training", "gradient_checkpointing"})
+# Attributes of modules that change no value of a forward: TRL sets the first two around each generation, DeepSpeed
+# counts by the third.
+WITHOUT_EFFECT = frozenset({"training", "gradient_checkpointing", "applied_pre_backward_ref_cnt"})
+# Of names that hold no settings: PyTorch's registers (FSDP2 adds hooks in the first forward), DeepSpeed's own.
+_PRIVATE = ("_", "ds_")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,7 +75,7 @@ def numbers_of(model: nn.Module) -> list[Any]:
         (name, number)
         for module in model.modules()
         for name, value in vars(module).items()
-        if name not in WITHOUT_EFFECT and (number := _plain(value)) is not _OTHER
+        if name not in WITHOUT_EFFECT and not name.startswith(_PRIVATE) and (number := _plain(value)) is not _OTHER
     ]
 
 

@@ -128,12 +128,7 @@ def test_trainer(execution, iterations, monkeypatch, tmp_path):
         "tree_credit": "turn",
         "max_steps": iterations,
     }
-    cut = {
-        "tree_sharing": "always",
-        "tree_max_tokens_per_microbatch": 64,
-        "num_iterations": iterations,
-        "max_steps": iterations,
-    }
+    cut = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "num_iterations": iterations}
     with pretended_gpu(monkeypatch):
         trainer = TreeGRPOTrainer(
             tiny_model("qwen3_5_text"),

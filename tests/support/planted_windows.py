@@ -109,7 +109,8 @@ def row_without_weight_scored(monkeypatch: Any) -> None:
     def score(original: Any, hidden: Any, weight: Any, bias: Any, rows: Any, labels: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not len(rows):
             first = torch.zeros(1, dtype=torch.int64)
-            return original(hidden, weight, bias, first, first, backend="reference", **kwargs)
+            kwargs = {**kwargs, "host_rows": None, "backend": "reference"}
+            return original(hidden, weight, bias, first, first, **kwargs)
         return original(hidden, weight, bias, rows, labels, **kwargs)
 
     _wrap(monkeypatch, forwards, "token_logprobs", score)
