@@ -55,7 +55,8 @@ def test_peaks_of_whole_steps(shapes):
     rows = json.loads((RESULTS / "step_h200.json").read_text())["rows"]
     models = {name: model_of(*settings) for name, settings in STEP_MODELS.items()}
     schedules, found = {}, {}
-    for row in (row for row in rows if row["sharing"] == "always"):
+    # Of rows with budget "auto" the record does not say how many rows of graphs were allowed.
+    for row in (row for row in rows if row["sharing"] == "always" and row.get("budget") != "auto"):
         model, budget = models[row["model"]], row["max_tokens_per_microbatch"]
         key = row["model"], int(row["workload"].split()[1]), budget
         if key not in schedules:

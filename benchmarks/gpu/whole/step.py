@@ -207,7 +207,7 @@ def measure(
         "sharing": row.sharing,
         "fused_modules": fused,
         "budget": row.budget,
-        "max_tokens_per_microbatch": logs.get("tree/max_tokens_per_microbatch", row.budget),
+        "max_tokens_per_microbatch": int(logs.get("tree/max_tokens_per_microbatch", row.budget)),
         "microbatches": logs["tree/microbatches"],
         "trajectories": count,
         "tokens": sum(map(len, trajectories)),
