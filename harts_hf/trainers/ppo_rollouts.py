@@ -279,7 +279,8 @@ class TreePPORollouts:
         if target is None:
             return coefficient
         error = min(max(found / target - 1, -0.2), 0.2)
-        return coefficient * (1 + error * episodes / self.args.kl_horizon)
+        # Of more episodes than the horizon a step may not be larger: the coefficient would become negative.
+        return coefficient * (1 + error * min(1.0, episodes / self.args.kl_horizon))
 
     def _show_advantages(
         self, advantages: NDArray[np.float64], mask: NDArray[np.bool_], index: NDArray[np.int64], count: int

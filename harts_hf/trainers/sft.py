@@ -51,10 +51,19 @@ class WeightedCollator(DataCollatorForLanguageModeling):
     """TRL's collator, which also hands on the column ``weight``: ``[B]`` float32."""
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """See TRL's."""
+        """See TRL's.
+
+        Raises:
+            ValueError: a weight that is no finite number, or none in float32.
+        """
         batch = super().torch_call(examples)
         if WEIGHT in examples[0]:
-            batch[WEIGHT] = torch.tensor([example[WEIGHT] for example in examples], dtype=torch.float32)
+            weights = torch.tensor([example[WEIGHT] for example in examples], dtype=torch.float32)
+            if not weights.isfinite().all():
+                raise ValueError(
+                    f"expected finite numbers (in float32) in the column {WEIGHT!r}, got {weights.tolist()}"
+                )
+            batch[WEIGHT] = weights
         return batch
 
 

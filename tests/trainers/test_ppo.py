@@ -19,6 +19,7 @@ from harts_hf import TreeGRPOConfig, TreeGRPOTrainer, TreePPOConfig
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.trainers.ppo_minibatches import deal_trees
 from harts_hf.trainers.ppo_rewards import as_token_rewards, with_final_rewards
+from harts_hf.trainers.ppo_rollouts import TreePPORollouts
 from harts_hf.trainers.value_head import hide_from_engines
 
 
@@ -278,3 +279,12 @@ def test_evaluation(tmp_path):
     assert found["eval_ratio"] == pytest.approx(1.0)
     assert found["eval_loss"] == pytest.approx(found["eval_policy_loss"] + 0.1 * found["eval_value_loss"], rel=1e-5)
     assert math.isfinite(found["eval_explained_variance"])
+
+
+def test_the_kl_coefficient_stays_positive():
+    """However many episodes a generation batch has: a negative one would reward divergence."""
+    settings = SimpleNamespace(args=SimpleNamespace(kl_target=1.0, kl_horizon=1))
+    assert TreePPORollouts._adapted(settings, 0.1, 0.0, 8.0) == pytest.approx(0.08)
+    assert TreePPORollouts._adapted(settings, 0.1, 5.0, 8.0) == pytest.approx(0.12)
+    settings.args.kl_horizon = 80
+    assert TreePPORollouts._adapted(settings, 0.1, 0.0, 8.0) == pytest.approx(0.1 * (1 - 0.2 * 8 / 80))

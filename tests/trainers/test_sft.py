@@ -13,6 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 from harts_hf import TreeSFTConfig, TreeSFTTrainer, UnsupportedModelError
 from harts_hf.errors import HartsWarning
+from harts_hf.trainers.sft import WeightedCollator
 from harts_hf.trainers.together import TogetherSampler, rows_together
 
 
@@ -196,3 +197,11 @@ def test_bad_input(tmp_path):
             train_dataset=dataset("weight"),
             processing_class=recorded.tokenizer(),
         )
+
+
+@pytest.mark.parametrize("weight", [1e39, float("nan"), float("-inf")])
+def test_weights_of_streams_and_evaluations(weight):
+    """Checked as batches are made, where no column can be looked through before, and in the dtype of the loss."""
+    row = {"input_ids": [3, 4, 5], "labels": [3, 4, 5]}
+    with pytest.raises(ValueError, match="expected finite numbers"):
+        WeightedCollator(pad_token_id=0).torch_call([{**row, "weight": 1.0}, {**row, "weight": weight}])
