@@ -84,7 +84,7 @@ class StageClock:
     def _timed(self, stage: str, function: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:
             tensors = [i for i, value in enumerate(args) if _is_differentiable(value)]
-            marked = _First.apply(self, stage, *(args[i] for i in tensors))
+            marked = _Mark.apply(self, stage, True, *(args[i] for i in tensors))
             inputs = list(args)
             for i, value in zip(tensors, marked, strict=True):
                 inputs[i] = value
@@ -96,7 +96,7 @@ class StageClock:
         """The result behind the second mark."""
         values = list(result) if isinstance(result, tuple) else [result]
         places = [i for i, value in enumerate(values) if _is_differentiable(value)]
-        marked = _Second.apply(self, stage, *(values[i] for i in places))
+        marked = _Mark.apply(self, stage, False, *(values[i] for i in places))
         for i, value in zip(places, marked, strict=True):
             values[i] = value
         if not isinstance(result, tuple):
@@ -120,32 +120,22 @@ class StageClock:
         return event
 
 
-class _First(torch.autograd.Function):
+class _Mark(torch.autograd.Function):
+    """Where a stage begins or ends; in the backward, which passes in the other direction, the other of the two."""
+
     @staticmethod
-    def forward(ctx: Any, clock: StageClock, stage: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.clock, ctx.stage = clock, stage
+    def forward(
+        ctx: Any, clock: StageClock, stage: str, begins: bool, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.clock, ctx.stage, ctx.begins = clock, stage, begins
         ctx.set_materialize_grads(False)
-        clock.begin(stage)
+        (clock.begin if begins else clock.end)(stage)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        ctx.clock.end(ctx.stage)
-        return (None, None, *gradients)
-
-
-class _Second(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, clock: StageClock, stage: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.clock, ctx.stage = clock, stage
-        ctx.set_materialize_grads(False)
-        clock.end(stage)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        ctx.clock.begin(ctx.stage)
-        return (None, None, *gradients)
+        (ctx.clock.end if ctx.begins else ctx.clock.begin)(ctx.stage)
+        return (None, None, None, *gradients)
 
 
 def _is_differentiable(value: Any) -> bool:

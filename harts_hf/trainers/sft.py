@@ -18,6 +18,19 @@ from harts_hf.trainers.step import TreeStep
 from harts_hf.trainers.together import TogetherSampler, rows_by_key, rows_together
 
 
+def _finite_weights(values: Any) -> torch.Tensor:
+    """The column ``weight`` of rows: ``[B]`` float32.
+
+    Raises:
+        ValueError: a number that is not finite, or not in float32.
+    """
+    weights = torch.as_tensor(values, dtype=torch.float32)
+    if not weights.isfinite().all():
+        row = int((~weights.isfinite()).nonzero()[0])
+        raise ValueError(f"expected finite numbers in the column {WEIGHT!r}, got {values[row]} in row {row}")
+    return weights
+
+
 @dataclass
 class TreeSFTConfig(TreeOptions, SFTConfig):
     r"""
@@ -58,12 +71,7 @@ class WeightedCollator(DataCollatorForLanguageModeling):
         """
         batch = super().torch_call(examples)
         if WEIGHT in examples[0]:
-            weights = torch.tensor([example[WEIGHT] for example in examples], dtype=torch.float32)
-            if not weights.isfinite().all():
-                raise ValueError(
-                    f"expected finite numbers (in float32) in the column {WEIGHT!r}, got {weights.tolist()}"
-                )
-            batch[WEIGHT] = weights
+            batch[WEIGHT] = _finite_weights([example[WEIGHT] for example in examples])
         return batch
 
 
@@ -154,10 +162,7 @@ class TreeSFTTrainer(TreeHooks, SFTTrainer, TreeStep):
                 f"expected the data set to have the column tree_group_column={name!r}, got {rows.column_names}"
             )
         if WEIGHT in rows.column_names:
-            weights = torch.as_tensor(rows[WEIGHT], dtype=torch.float64)
-            if not weights.isfinite().all():
-                row = int((~weights.isfinite()).nonzero()[0])
-                raise ValueError(f"expected finite numbers in the column {WEIGHT!r}, got {weights[row]} in row {row}")
+            _finite_weights(rows[WEIGHT])
             if args.loss_type != "nll":
                 raise UnsupportedModelError(
                     f"expected loss_type='nll' with a column {WEIGHT!r}, got {args.loss_type!r} (whose own "
