@@ -366,7 +366,9 @@ def _as_token_array(tokens: Any, index: int | None) -> tuple[IntArray, int]:
     wide: IntArray = array.astype(np.int64, copy=index is None)
     largest = int(wide.view(np.uint64).max())  # negative ones are the largest as unsigned: one look, not two
     if largest > _LARGEST_ID:
-        raise ValueError(f"expected token ids of at least 0 (and below 2**63), got {array.min()} in {name}")
+        if array.dtype.kind == "u":
+            raise ValueError(f"expected token ids below 2**63, got {array.max()} in {name}")
+        raise ValueError(f"expected token ids of at least 0, got {array.min()} in {name}")
     return wide, largest
 
 
