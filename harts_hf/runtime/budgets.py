@@ -13,8 +13,8 @@ MARGIN = 0.1
 HANDED, KEPT = 1 / 4, 3 / 16
 # Most rows of a microbatch: somewhat more than have been tried (91,408); the GPU is as busy with fewer.
 MOST_ROWS = 131_072
-# Elements that 32-bit offsets reach. Our kernels count in 64 bits; of FLA's, releases differ, and their largest tensor is
-# that of the states of a group of chunk nodes, which are up to a quarter more than the rows have (default_group_size).
+# Elements that 32-bit offsets reach. Our kernels count in 64 bits; FLA's do not in every release, and their largest
+# tensor is of the states of a group of chunk nodes, up to a quarter more than the rows fill (default_group_size).
 REACHED, REPLAYED = 2**31, 1.25
 
 
