@@ -16,6 +16,7 @@ from harts_hf.trainers.model_card import TreeModelCard
 from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.precision import keep_answers_wide
 from harts_hf.trainers.present_names import PresentNames
+from harts_hf.trainers.prompts import UnreadPrompts
 from harts_hf.trainers.refusals import check_settings, check_trl_version
 from harts_hf.trainers.resuming import TreeCheckpoints
 from harts_hf.trainers.router_loss import Support
@@ -27,7 +28,7 @@ from harts_hf.trainers.zero3 import gather_whole_layers
 _BEFORE_PROCESSING_CLASS = 5
 
 
-class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints):
+class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints, UnreadPrompts):
     """Mixin that stands *above* a TRL trainer in the MRO and lets it see a policy that runs on rollout trees.
 
     Overrides the one method through which TRL's losses see a policy; nothing of a loss is copied.
