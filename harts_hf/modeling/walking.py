@@ -36,8 +36,9 @@ def modules(model: nn.Module) -> list[nn.Module]:
 
 def parameters(model: nn.Module) -> list[nn.Parameter]:
     """What ``list(model.parameters())`` is, in that order: each parameter once."""
-    found: dict[nn.Parameter, None] = {}
+    found: dict[int, nn.Parameter] = {}  # PyTorch hashes a tensor in Python
     for module in modules(model):
-        if module._parameters:
-            found |= dict.fromkeys(parameter for parameter in module._parameters.values() if parameter is not None)
-    return list(found)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found[id(parameter)] = parameter
+    return list(found.values())
