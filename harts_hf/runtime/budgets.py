@@ -143,8 +143,8 @@ def limited_to(config: PlannerConfig, schedule: Schedule, *, with_graphs: bool) 
         return limited(config, rows)
     ranks = range(schedule.config.world_size)
     alive = max(int(schedule.memory_counts(rank).graph_rows.max(initial=0)) for rank in ranks)
-    # With execution="auto" the limit follows that of a microbatch, and halves with it, if it is not set. Nested windows
-    # without a limit may have the graphs of any number of trunks alive, however small their microbatches are.
+    # With execution="auto" the limit follows that of a microbatch, and halves with it, if it is not set. Nested
+    # windows without a limit may have the graphs of any number of trunks alive, however small microbatches are.
     limit = schedule.config.max_graph_tokens
     is_bounded = schedule.config.execution != "nested" if limit is None else 2 * alive > limit
     return limited(config, rows, None if config.max_graph_tokens is None and is_bounded else alive)

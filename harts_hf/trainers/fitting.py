@@ -201,8 +201,8 @@ class FittingUpdate(TreeUpdate):
 
 _HELP = (
     "set gradient_checkpointing, a smaller tree_max_graph_tokens or tree_max_handoff_bytes, tree_offload_handoff, "
-    "another tree_execution than 'keep' (which has the graphs of all rows alive, whatever the limits), or an optimizer "
-    "with smaller states"
+    "another tree_execution than 'keep' (which has the graphs of all rows alive, whatever the limits), or an "
+    "optimizer with smaller states"
 )
 
 

@@ -1,7 +1,8 @@
 """Batches of prompts that are read from the data set where one is used.
 
-TRL asks its loader for the whole generation batch at every micro-step and uses the first of them: with ``k`` micro-steps
-in a generation, ``k`` times as many rows are read, and Accelerate looks through all of them for tensors to move.
+TRL asks its loader for the whole generation batch at every micro-step and uses the first of them: with ``k``
+micro-steps in a generation, ``k`` times as many rows are read, and Accelerate looks through all of them for tensors to
+move.
 """
 
 from collections.abc import Sequence

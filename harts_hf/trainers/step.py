@@ -35,9 +35,9 @@ class TreeStep(_BaseTrainer):
         """Returns the slice's loss, detached; all of it at the last micro-step, as their sum is what is logged."""
         # Goes through all modules, so not at every micro-step. An evaluation leaves the model inside a wrapper of DDP
         # or DeepSpeed in eval mode, and the wrapper as it was. To set what is set takes ten times as long as to look.
-        if self.accelerator.sync_gradients or not (model.training and self.model.training):
-            if not all(module.training for module in walking.modules(model)):
-                model.train()
+        may_have_changed = self.accelerator.sync_gradients or not (model.training and self.model.training)
+        if may_have_changed and not all(module.training for module in walking.modules(model)):
+            model.train()
         optimizer: Any = self.optimizer
         if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers
             optimizer.train()

@@ -77,7 +77,7 @@ def test_compiled_before_or_after(tmp_path):
         "args": TreeGRPOConfig(**recorded.arguments(tmp_path)),
     }
     model = tiny_model("qwen3_5_text")
-    with pytest.raises(ValueError, match="uncompiled model, got torch.compile of a model: .* as it was loaded"):
+    with pytest.raises(ValueError, match=r"uncompiled model, got torch\.compile of a model: .* as it was loaded"):
         TreeGRPOTrainer(torch.compile(model, backend="eager"), **options)
     made = TreeGRPOTrainer(model, **options)
     made.model.compile(backend="eager")
