@@ -1,9 +1,11 @@
 """Supervised fine-tuning on conversations that share their histories."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import nn
@@ -11,24 +13,31 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from harts_hf.errors import HartsWarning, UnsupportedModelError
+from harts_hf.rollouts.arrays import number_array
+from harts_hf.rollouts.fields import shortened
 from harts_hf.trainers.config import TreeOptions
+from harts_hf.trainers.field_checks import FLAG, TEXT, check_fields
 from harts_hf.trainers.hooks import TreeHooks
 from harts_hf.trainers.sft_policy import WEIGHT, TreeTexts
 from harts_hf.trainers.step import TreeStep
 from harts_hf.trainers.together import TogetherSampler, rows_by_key, rows_together
 
 
-def _finite_weights(values: Any) -> torch.Tensor:
+def _finite_weights(values: Sequence[Any]) -> torch.Tensor:
     """The column ``weight`` of rows: ``[B]`` float32.
 
     Raises:
-        ValueError: a number that is not finite, or not in float32.
+        ValueError: what is no number (None in a row without one), not finite, or not in float32.
     """
-    weights = torch.as_tensor(values, dtype=torch.float32)
-    if not weights.isfinite().all():
+    found = number_array(values) if len(values) else np.zeros(0)
+    if found is None:
+        row = next((row for row, value in enumerate(values) if number_array([value]) is None), 0)
+    else:
+        weights = torch.tensor(found, dtype=torch.float32)
+        if weights.isfinite().all():
+            return weights
         row = int((~weights.isfinite()).nonzero()[0])
-        raise ValueError(f"expected finite numbers in the column {WEIGHT!r}, got {values[row]} in row {row}")
-    return weights
+    raise ValueError(f"expected finite numbers in the column {WEIGHT!r}, got {shortened(values[row])} in row {row}")
 
 
 @dataclass
@@ -57,6 +66,7 @@ class TreeSFTConfig(TreeOptions, SFTConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_tree_options()
+        check_fields(self, {"tree_keep_together": FLAG, "tree_group_column": TEXT.or_none()})
 
 
 @dataclass
@@ -70,8 +80,8 @@ class WeightedCollator(DataCollatorForLanguageModeling):
             ValueError: a weight that is no finite number, or none in float32.
         """
         batch = super().torch_call(examples)
-        if WEIGHT in examples[0]:
-            batch[WEIGHT] = _finite_weights([example[WEIGHT] for example in examples])
+        if any(WEIGHT in example for example in examples):
+            batch[WEIGHT] = _finite_weights([example.get(WEIGHT) for example in examples])
         return batch
 
 
@@ -162,7 +172,7 @@ class TreeSFTTrainer(TreeHooks, SFTTrainer, TreeStep):
                 f"expected the data set to have the column tree_group_column={name!r}, got {rows.column_names}"
             )
         if WEIGHT in rows.column_names:
-            _finite_weights(rows[WEIGHT])
+            _finite_weights(list(rows[WEIGHT]))
             if args.loss_type != "nll":
                 raise UnsupportedModelError(
                     f"expected loss_type='nll' with a column {WEIGHT!r}, got {args.loss_type!r} (whose own "
@@ -182,7 +192,8 @@ class TreeSFTTrainer(TreeHooks, SFTTrainer, TreeStep):
 def _refuse(args: TreeSFTConfig, kwargs: dict[str, Any]) -> None:
     checkpointing: Any = args.gradient_checkpointing_kwargs or {}
     refused = [
-        (args.packing or args.eval_packing, "packing=True (a tree has no padding): set packing=False"),
+        (args.packing, "packing=True (a tree has no padding): set packing=False"),
+        (args.eval_packing, "eval_packing=True (a tree has no padding): leave eval_packing out"),
         (args.padding_free, "padding_free=True (a tree has no padding): set padding_free=False"),
         (args.label_smoothing_factor > 0, "label_smoothing_factor: it needs all logits"),
         (kwargs.get("compute_loss_func") is not None, "compute_loss_func: override compute_loss instead"),

@@ -50,6 +50,9 @@ def test_equals_trl(options, tmp_path):
     assert_same_training(stock, tree)
     logged = tree[1][0]
     assert logged["tree/sharing_ratio"] > 1.3 and 0 <= logged["mean_token_accuracy"] <= 1
+    # A whole tree has one forward, whose graph the backward uses.
+    scores_apart = options.get("loss_type") == "dft"
+    assert (logged["tree/scoring_seconds"] > 0) == scores_apart and logged["tree/backward_seconds"] > 0
     if "tree_max_tokens_per_microbatch" in options:
         assert logged["tree/microbatches"] > 1
         assert logged["tree/scoring_skipped"] == (options.get("loss_type") != "dft")
@@ -162,7 +165,8 @@ def test_group_column(tmp_path):
 
 
 REFUSED = {
-    "packing": ({"packing": True, "max_length": 64}, "packing=True"),
+    "packing": ({"packing": True, "max_length": 64}, "got packing=True"),
+    "eval_packing": ({"eval_packing": True, "max_length": 64}, "got eval_packing=True"),
     "padding_free": ({"padding_free": True}, "padding_free=True"),
     "label_smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
     "offloading": ({"activation_offloading": True}, "activation_offloading=True"),
@@ -199,9 +203,26 @@ def test_bad_input(tmp_path):
         )
 
 
-@pytest.mark.parametrize("weight", [1e39, float("nan"), float("-inf")])
+@pytest.mark.parametrize("weight", [1e39, float("nan"), float("-inf"), None, "1", [1.0]])
 def test_weights_of_streams_and_evaluations(weight):
     """Checked as batches are made, where no column can be looked through before, and in the dtype of the loss."""
     row = {"input_ids": [3, 4, 5], "labels": [3, 4, 5]}
-    with pytest.raises(ValueError, match="expected finite numbers"):
+    with pytest.raises(ValueError, match=r"expected finite numbers in the column 'weight', got .* in row 1"):
         WeightedCollator(pad_token_id=0).torch_call([{**row, "weight": 1.0}, {**row, "weight": weight}])
+    with pytest.raises(ValueError, match="got None in row 0"):
+        WeightedCollator(pad_token_id=0).torch_call([row, {**row, "weight": 1.0}])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tree_keep_together": "no"}, "tree_keep_together to be True or False, got 'no'"),
+        ({"tree_group_column": ["a"]}, "tree_group_column to be a text, or None, got"),
+        ({"tree_offload_handoff": None}, "tree_offload_handoff to be True or False, got None"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size to be an integer of at least 1, got 0"),
+    ],
+)
+def test_settings_that_cannot_work(options, message, tmp_path):
+    """Each is named as the configuration is made."""
+    with pytest.raises(ValueError, match=message):
+        TreeSFTConfig(**arguments(tmp_path, **options))
