@@ -22,8 +22,12 @@ LATENTS = ("compressed", "expanded")
 FUSED_MODULES = ("auto", "off")
 # Of a limit: what fits into the device's memory.
 AUTO = "auto"
-# Transformers' fields that a step is divided by; checked before TRL divides by them, too.
-_OF_STEPS = {"per_device_train_batch_size": integer(1), "gradient_accumulation_steps": integer(1)}
+# Transformers' fields, checked before TRL divides by some of them.
+_OF_STEPS = {
+    "per_device_train_batch_size": integer(1),
+    "gradient_accumulation_steps": integer(1),
+    "learning_rate": number(),
+}
 # Fields of TreeOptions, but for the limits, and what the planner checks.
 _OF_TREES = {
     "tree_cost": PATH.or_none(),

@@ -54,6 +54,11 @@ def one_of(choices: Sequence[str]) -> Kind:
     return Kind(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
 
 
+def _are_finite(values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(map(number(-math.inf).holds, values))
+
+
+NUMBERS = Kind("a list of finite numbers", _are_finite)
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 PATH = Kind("a path", lambda value: isinstance(value, str | os.PathLike))

@@ -16,7 +16,7 @@ from harts_hf.trainers.model_card import TreeModelCard
 from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.precision import keep_answers_wide
 from harts_hf.trainers.present_names import PresentNames
-from harts_hf.trainers.refusals import check_settings, check_trl_version
+from harts_hf.trainers.refusals import check_has_steps, check_reference, check_settings, check_trl_version
 from harts_hf.trainers.resuming import TreeCheckpoints
 from harts_hf.trainers.router_loss import Support
 from harts_hf.trainers.routing_replay import TreeRoutingReplay
@@ -66,6 +66,7 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints)
             kwargs: of the constructor.
         """
         model, args = positional[0], next(one for one in positional if isinstance(one, self._config_class))
+        check_reference(model, args, is_adapted=kwargs.get("peft_config") is not None)
         if len(positional) < _BEFORE_PROCESSING_CLASS + 1 and kwargs.get("processing_class") is None:
             kwargs["processing_class"] = load_tokenizer(model, args)
         with loading_text_models(type(self)), own_collectors(kwargs.get("rollout_func")):
@@ -138,7 +139,9 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints)
 
         Raises:
             UnsupportedModelError: nothing of the model is trainable.
+            ValueError: a data set that fills no batch.
         """
+        check_has_steps(self)
         check_trainable(self.model)
         self._tree.slices.clear()
         parent: Any = super()

@@ -70,6 +70,12 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
     def _begin_tree(self, policy_class: type[TreePolicy]) -> None:
         if self.value_model is not None:
             self._begin_value_model()
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        if plugin is not None and "optimizer" in plugin.deepspeed_config and self.args.value_learning_rate is not None:
+            raise UnsupportedModelError(
+                "expected a DeepSpeed configuration without 'optimizer' with value_learning_rate (that optimizer has "
+                "one rate for all), got one that has it: let the trainer's optim make the optimizer"
+            )
         super()._begin_tree(TreeActorCritic)
         hide_from_engines(self)
 
@@ -102,14 +108,26 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
         patch(self.value_model.to(self.args.device))
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Trainer's; the value head's or value model's parameters in groups of their own where that matters."""
+        """Trainer's, or the one that was given; the value head's or value model's parameters in groups of their own
+        where that matters, or where the optimizer lacks them (one that was made before this trainer has no head).
+
+        Raises:
+            ValueError: such an optimizer came with a schedule, which would know nothing of these groups.
+        """
         optimizer = super().create_optimizer(model)
         tree: TreeActorCritic = self._tree
         rate = self.args.value_learning_rate
-        if tree.value_model is None and rate is None:
-            return optimizer
         module = tree.head if tree.value_model is None else tree.value_model
-        own = {id(parameter) for parameter in module.parameters()}
+        own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        groups = [set(map(id, group["params"])) for group in optimizer.param_groups]
+        is_known = own <= set().union(*groups)
+        if is_known and (rate is None or any(group and group <= own for group in groups)):
+            return optimizer
+        if self.lr_scheduler is not None:
+            raise ValueError(
+                "expected optimizers=(optimizer, None), since the value's parameters become groups of that optimizer, "
+                f"got a schedule with it ({type(self.lr_scheduler).__name__})"
+            )
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in own]
         decayed = set(self.get_decay_parameter_names(module))

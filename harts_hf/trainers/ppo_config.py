@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from trl import GRPOConfig
 
 from harts_hf.trainers.config import RolloutOptions, TreeOptions
-from harts_hf.trainers.field_checks import FLAG, check_fields, integer, number, one_of
+from harts_hf.trainers.field_checks import FLAG, NUMBERS, check_fields, integer, number, one_of
 
 KL_PLACES = ("reward", "loss")
 EPISODE_ENDS = ("chain", "sample")
@@ -20,6 +20,7 @@ _KINDS = {
     "epsilon_high": number(above=True).or_none(),
     "beta": number(),
     "entropy_coef": number(),
+    "reward_weights": NUMBERS.or_none(),
     "use_bias_correction_kl": FLAG,
     "mask_truncated_completions": FLAG,
     "gamma": number(high=1),
@@ -36,8 +37,8 @@ _KINDS = {
     "bootstrap_truncated": FLAG,
     "episode_end": one_of(EPISODE_ENDS),
 }
-# What PPO's objective has no place for: of GRPOConfig and RolloutOptions; of routers, whose statistics count every
-# token, where PPO computes none after a row's last trained one.
+# What PPO's objective has no place for: of GRPOConfig, RolloutOptions and Trainer; of routers, whose statistics count
+# every token, where PPO computes none after a row's last trained one.
 _WITHOUT_MEANING = (
     "loss_type",
     "delta",
@@ -50,6 +51,7 @@ _WITHOUT_MEANING = (
     "tree_episode_weight",
     "tree_aux_scope",
     "tree_expert_bias_update_speed",
+    "label_smoothing_factor",
 )
 
 

@@ -153,7 +153,14 @@ class TreePPORollouts:
         )
         if kl is not None and self.args.kl_in == "reward":
             rewards -= np.where(mask, self.beta * kl.double().cpu().numpy(), 0.0)
-        return mask, self._estimates(output, values, rewards, mask, index)
+        estimates = self._estimates(output, values, rewards, mask, index)
+        largest, limit = np.abs(estimates.returns).max(initial=0.0), _largest_return(values.dtype, int(mask.sum()))
+        if not largest < limit:
+            raise ValueError(
+                f"expected rewards whose sums stay below {limit:.1e} in size (their squares are added up in "
+                f"{values.dtype}), got {largest:.1e}"
+            )
+        return mask, estimates
 
     def _own_values(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """The policy's log-probs ``[B, C]`` and values ``[B, C + 1]`` of a batch, scored by now or not."""
@@ -292,6 +299,11 @@ class TreePPORollouts:
         for _ in shown[: len(table)]:
             table.pop()
         table.extend(shown)
+
+
+def _largest_return(dtype: torch.dtype, num_tokens: int) -> float:
+    """Up to which as many squares have a sum."""
+    return math.sqrt(torch.finfo(dtype).max / max(num_tokens, 1))
 
 
 def _truths(truncated: Any, count: int) -> list[bool]:

@@ -102,6 +102,8 @@ class TreeSFTTrainer(TreeHooks, SFTTrainer, TreeStep):
     _config_class = TreeSFTConfig
     router_loss = "computed"
     temperature = 1.0
+    # Whether the data set has a column of weights.
+    has_weights = False
     # What checkpoints keep of a generation batch: there is none.
     _step = 0
     _buffered_inputs = None
@@ -171,7 +173,8 @@ class TreeSFTTrainer(TreeHooks, SFTTrainer, TreeStep):
             raise ValueError(
                 f"expected the data set to have the column tree_group_column={name!r}, got {rows.column_names}"
             )
-        if WEIGHT in rows.column_names:
+        self.has_weights = WEIGHT in rows.column_names
+        if self.has_weights:
             _finite_weights(list(rows[WEIGHT]))
             if args.loss_type != "nll":
                 raise UnsupportedModelError(
@@ -195,7 +198,7 @@ def _refuse(args: TreeSFTConfig, kwargs: dict[str, Any]) -> None:
         (args.packing, "packing=True (a tree has no padding): set packing=False"),
         (args.eval_packing, "eval_packing=True (a tree has no padding): leave eval_packing out"),
         (args.padding_free, "padding_free=True (a tree has no padding): set padding_free=False"),
-        (args.label_smoothing_factor > 0, "label_smoothing_factor: it needs all logits"),
+        (args.label_smoothing_factor != 0, "label_smoothing_factor: it needs all logits"),
         (kwargs.get("compute_loss_func") is not None, "compute_loss_func: override compute_loss instead"),
         (kwargs.get("compute_metrics") is not None, "compute_metrics: it needs all logits"),
         (kwargs.get("preprocess_logits_for_metrics") is not None, "preprocess_logits_for_metrics: it needs logits"),

@@ -73,6 +73,11 @@ class TreeTexts(TreePolicy):
         assert self._settings is not None
         self._settings.apply(one.number)
         trainer = self.trainer
+        if trainer.has_weights and WEIGHT not in one.batch:
+            raise ValueError(
+                f"expected batches with the data set's column {WEIGHT!r}, got {', '.join(one.batch)}: let the "
+                "data_collator hand it on, or remove the column"
+            )
         aux_loss = self.router_loss.of_slice(leaves, one.number, self._num_slices)
         self._leaves = {**leaves, AUX_LOSS: aux_loss}  # type: ignore[assignment]
         try:

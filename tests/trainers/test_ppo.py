@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer, TreePPOConfig, TreePPOTrainer
 from harts_hf.errors import HartsWarning, UnsupportedModelError
+from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.ppo_minibatches import deal_trees
 from harts_hf.trainers.ppo_rewards import as_token_rewards, with_final_rewards
 from harts_hf.trainers.ppo_rollouts import TreePPORollouts
@@ -45,6 +46,9 @@ from harts_hf.trainers.value_head import hide_from_engines
         ({"tree_server_timeout": "1"}, "tree_server_timeout to be a finite number above 0, got '1'"),
         ({"tree_deterministic": 2}, "tree_deterministic to be True or False, got 2"),
         ({"tree_cost": 3}, "tree_cost to be a path, or None, got 3"),
+        ({"learning_rate": math.nan}, "learning_rate to be a finite number of at least 0, got nan"),
+        ({"reward_weights": [math.nan]}, "reward_weights to be a list of finite numbers, or None"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor to be left at 0.0"),
         ({"kl_in": "advantage"}, "one of reward, loss, got 'advantage'"),
         ({"kl_target": 1.0}, "beta above 0"),
         ({"loss_type": "grpo"}, "loss_type to be left at 'dapo'"),
@@ -224,6 +228,10 @@ def test_rewards_that_nobody_reads(tmp_path):
     [
         ({"advantages": [[0.0]]}, "no 'advantages'"),
         ({"truncated": [True]}, "'truncated' to be a list of 8"),
+        (
+            {"token_rewards": lambda output: [[1e200 * own for own in row] for row in output["env_mask"]]},
+            "rewards whose sums stay below .* got .*e\\+20",
+        ),
         ({"truncated": True}, "'truncated' to be a list of 8 of true and false, one per prompt, got True"),
         ({"truncated": [None] * 8}, "'truncated' to be a list of 8 of true and false"),
         ({"truncated": torch.zeros(8, 2, dtype=torch.bool)}, "'truncated' to be a list of 8 of true and false"),
@@ -233,7 +241,7 @@ def test_rollouts_that_do_not_fit(tmp_path, given, message):
     """Each is named."""
 
     def change(output):
-        output.update(given)
+        output.update({key: value(output) if callable(value) else value for key, value in given.items()})
         if "advantages" in given:
             output["advantages"] = [[0.0] * len(ids) for ids in output["completion_ids"]]
 
@@ -335,6 +343,21 @@ def test_trl_walks_what_is_hidden():
     assert not {"named_parameters", "state_dict"} & set(names)
 
 
+def test_data_that_fills_no_batch(tmp_path):
+    """Trainer would end at step 0 and say nothing of it."""
+    options = {"per_device_train_batch_size": 16, "num_generations": 1}
+    with pytest.raises(ValueError, match=r"at least 32 rows of train_dataset \(generation_batch_size=32 / .* got 12"):
+        train(build_trainer(tmp_path, RaggedRollouts(), **options))
+
+
+def test_a_reference_that_cannot_be_loaded(tmp_path):
+    """TRL would ask the Hub for a model without a name."""
+    options = recorded.arguments(tmp_path, beta=0.1)
+    with pytest.raises(ValueError, match=r"loaded with from_pretrained for beta=0.1 .* made in memory"):
+        TreePPOTrainer(tiny_model("qwen3_5_text"), recorded.recorded_reward, args=TreePPOConfig(**options),
+                       train_dataset=recorded.dataset(), processing_class=recorded.tokenizer())  # fmt: skip
+
+
 def test_where_episodes_were_cut(tmp_path):
     """A tensor says the same as a list; reward functions get each row's entry."""
     seen = []
@@ -390,6 +413,31 @@ def test_a_value_model_that_does_not_fit(tmp_path):
     trainer.accelerator.distributed_type = DistributedType.FSDP
     with pytest.raises(UnsupportedModelError, match="under FSDP, got a value_model"):
         trainer._begin_value_model()
+
+
+def test_an_optimizer_that_was_made_before(tmp_path):
+    """It knows no value head, which would stay as it is; a schedule of its groups cannot go on with more of them."""
+    trainer = build_trainer(tmp_path, RaggedRollouts(), max_steps=1)
+    policy = [p for name, p in trainer.model.named_parameters() if not name.startswith("critic.")]
+    trainer.optimizer = torch.optim.SGD(policy, lr=0.05)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1.0)
+    with pytest.raises(ValueError, match=r"optimizers=\(optimizer, None\).* got a schedule with it \(LambdaLR"):
+        train(trainer)
+    trainer.lr_scheduler = None
+    head = trainer._tree.head.weight.detach().clone()
+    train(trainer)
+    assert not torch.equal(trainer._tree.head.weight, head)
+    groups = len(trainer.optimizer.param_groups)
+    assert trainer.create_optimizer() is trainer.optimizer and len(trainer.optimizer.param_groups) == groups
+
+
+def test_deepspeeds_optimizer_has_one_rate(tmp_path):
+    """The value's own would be lost."""
+    trainer = build_trainer(tmp_path, RaggedRollouts(), value_learning_rate=0.1)
+    plugin = SimpleNamespace(deepspeed_config={"optimizer": {"type": "AdamW"}})
+    trainer.accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+    with pytest.raises(UnsupportedModelError, match="without 'optimizer' with value_learning_rate"):
+        trainer._begin_tree(TreePolicy)
 
 
 def test_evaluation(tmp_path):

@@ -10,6 +10,7 @@ from support.oracle import float64_everywhere
 from support.texts import arguments, conversations, dataset
 from support.trainer_runs import assert_same_training
 from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from harts_hf import TreeSFTConfig, TreeSFTTrainer, UnsupportedModelError
 from harts_hf.errors import HartsWarning
@@ -201,6 +202,19 @@ def test_bad_input(tmp_path):
             train_dataset=dataset("weight"),
             processing_class=recorded.tokenizer(),
         )
+
+
+def test_weights_that_a_collator_drops(tmp_path):
+    """They would count as 1."""
+    trainer = TreeSFTTrainer(
+        tiny_model("qwen3_5_text"),
+        TreeSFTConfig(**arguments(tmp_path)),
+        data_collator=lambda rows: DataCollatorForLanguageModeling(pad_token_id=0)(rows),
+        train_dataset=dataset(),
+        processing_class=recorded.tokenizer(),
+    )
+    with pytest.raises(ValueError, match="expected batches with the data set's column 'weight', got input_ids"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("weight", [1e39, float("nan"), float("-inf"), None, "1", [1.0]])
