@@ -45,7 +45,7 @@ def integer(low: int) -> Kind:
     """An integer of at least ``low``; a float is none, whatever its value."""
     return Kind(
         f"an integer of at least {low}",
-        lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= low,
+        lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= low,
     )
 
 

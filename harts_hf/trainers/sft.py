@@ -16,9 +16,9 @@ from harts_hf.errors import HartsWarning, UnsupportedModelError
 from harts_hf.rollouts.arrays import number_array
 from harts_hf.rollouts.fields import shortened
 from harts_hf.trainers.config import TreeOptions
-from harts_hf.trainers.field_checks import FLAG, TEXT, check_fields
+from harts_hf.trainers.field_checks import FLAG, TEXT, check_fields, integer
 from harts_hf.trainers.hooks import TreeHooks
-from harts_hf.trainers.sft_policy import WEIGHT, TreeTexts
+from harts_hf.trainers.sft_policy import WEIGHT, TreeTexts, check_weighted_loss
 from harts_hf.trainers.step import TreeStep
 from harts_hf.trainers.together import TogetherSampler, rows_by_key, rows_together
 
@@ -66,7 +66,8 @@ class TreeSFTConfig(TreeOptions, SFTConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_tree_options()
-        check_fields(self, {"tree_keep_together": FLAG, "tree_group_column": TEXT.or_none()})
+        kinds = {"tree_keep_together": FLAG, "tree_group_column": TEXT.or_none(), "max_length": integer(1).or_none()}
+        check_fields(self, kinds)
 
 
 @dataclass
@@ -111,6 +112,7 @@ class TreeSFTTrainer(TreeHooks, SFTTrainer, TreeStep):
     def __init__(self, model: Any, args: Any = None, data_collator: Any = None, *more: Any, **kwargs: Any) -> None:
         args = self._checked_arguments(args)
         _refuse(args, kwargs)
+        _check_rows(kwargs.get("train_dataset", more[0] if more else None), args, kwargs)
         # Past TreeHooks, whose constructor is that of trainers with reward functions.
         self._begin_trl(super(TreeHooks, self), model, args, data_collator, *more, **kwargs)
         if type(self.data_collator) is DataCollatorForLanguageModeling:
@@ -168,6 +170,11 @@ class TreeSFTTrainer(TreeHooks, SFTTrainer, TreeStep):
                     stacklevel=3,
                 )
             return
+        if not len(rows):
+            raise ValueError(
+                "expected rows with labels, got none: TRL leaves out rows whose labels are all cut off, here by "
+                f"max_length={args.max_length}"
+            )
         name = args.tree_group_column
         if name is not None and name not in rows.column_names:
             raise ValueError(
@@ -176,11 +183,7 @@ class TreeSFTTrainer(TreeHooks, SFTTrainer, TreeStep):
         self.has_weights = WEIGHT in rows.column_names
         if self.has_weights:
             _finite_weights(list(rows[WEIGHT]))
-            if args.loss_type != "nll":
-                raise UnsupportedModelError(
-                    f"expected loss_type='nll' with a column {WEIGHT!r}, got {args.loss_type!r} (whose own "
-                    "weights are computed from log-probs)"
-                )
+            check_weighted_loss(args.loss_type)
         if args.max_length is not None:
             cut = sum(len(row) >= args.max_length for row in rows["input_ids"])
             if cut:
@@ -190,6 +193,21 @@ class TreeSFTTrainer(TreeHooks, SFTTrainer, TreeStep):
                     HartsWarning,
                     stacklevel=3,
                 )
+
+
+def _check_rows(rows: Any, args: TreeSFTConfig, kwargs: dict[str, Any]) -> None:
+    """Before TRL makes its columns of them; it names data sets of other types itself."""
+    if not isinstance(rows, Dataset):
+        return
+    if not len(rows):
+        raise ValueError("expected a train_dataset with rows, got an empty one")
+    is_prepared = kwargs.get("formatting_func") is not None or (args.dataset_kwargs or {}).get("skip_prepare_dataset")
+    forms = [("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"), (args.dataset_text_field,)]
+    if not is_prepared and not any(set(form) <= set(rows.column_names) for form in forms):
+        raise ValueError(
+            f"expected a train_dataset with the column input_ids, messages, prompt and completion, or "
+            f"{args.dataset_text_field}, got {', '.join(rows.column_names)}"
+        )
 
 
 def _refuse(args: TreeSFTConfig, kwargs: dict[str, Any]) -> None:

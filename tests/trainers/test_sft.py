@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from support import recorded
 from support.models import tiny_model
 from support.oracle import float64_everywhere
@@ -193,6 +193,24 @@ def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match="expected labels to be the row's own tokens or -100, got 7"):
         bad = Dataset.from_list([{"input_ids": [4, 5, 6], "labels": [-100, 7, 6]}])
         run(TreeSFTTrainer, TreeSFTConfig, tmp_path, rows=bad, per_device_train_batch_size=1)
+    row = {"input_ids": [4, 5, 6], "labels": [4, 5, 6]}
+    for bad, options, message in (
+        ([{**row, "labels": [4, 5]}], {}, r"of one shape, got \(1, 3\), \(1, 2\)"),
+        (
+            [{**row, "labels": [-100, -100, 6]}],
+            {"max_length": 2},
+            "whose labels are all cut off, here by max_length=2",
+        ),
+        ([{"question": "t4"}], {}, "messages, prompt and completion, or text, got question"),
+        ([{**row, "key": [1]}], {"tree_group_column": "key", "train_sampling_strategy": "random"}, "got .1.$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(TreeSFTTrainer, TreeSFTConfig, tmp_path, rows=Dataset.from_list(bad), **options)
+    with pytest.raises(ValueError, match="a train_dataset with rows, got an empty one"):
+        run(TreeSFTTrainer, TreeSFTConfig, tmp_path, rows=Dataset.from_list([row]).select([]))
+    stream = IterableDataset.from_generator(lambda: iter([{**row, "weight": 2.0}] * 8))
+    with pytest.raises(UnsupportedModelError, match="loss_type='nll' with a column 'weight'"):
+        run(TreeSFTTrainer, TreeSFTConfig, tmp_path, rows=stream, loss_type="dft", tree_keep_together=False)
     with pytest.raises(ValueError, match="expected args to be a TreeSFTConfig, got SFTConfig"):
         TreeSFTTrainer(tiny_model("qwen3_5_text"), SFTConfig(**arguments(tmp_path)), train_dataset=dataset())
     with pytest.warns(HartsWarning, match="rows have max_length=40 tokens and were probably cut"):
@@ -232,6 +250,7 @@ def test_weights_of_streams_and_evaluations(weight):
     [
         ({"tree_keep_together": "no"}, "tree_keep_together to be True or False, got 'no'"),
         ({"tree_group_column": ["a"]}, "tree_group_column to be a text, or None, got"),
+        ({"max_length": -1}, "max_length to be an integer of at least 1, or None, got -1"),
         ({"tree_offload_handoff": None}, "tree_offload_handoff to be True or False, got None"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size to be an integer of at least 1, got 0"),
     ],
