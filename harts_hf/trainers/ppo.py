@@ -64,6 +64,8 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
         value_model: PreTrainedModel | PathLike[str] | str | None = None,
         **kwargs: Any,
     ) -> None:
+        if isinstance(reward_funcs, list | tuple) and not reward_funcs:
+            raise ValueError("expected a reward function (of zeros, where turn_rewards say all of it), got none")
         self.value_model: Any = _known_value_model(value_model)
         super().__init__(model, reward_funcs, args, *more, **kwargs)
 
@@ -86,7 +88,7 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
                 f"expected a value head on the policy under {kind.value}, got a value_model (which is trained in one "
                 "process and under DDP): leave value_model out"
             )
-        if not isinstance(self.value_model, nn.Module):
+        if isinstance(self.value_model, str | PathLike):
             self.value_model = AutoModelForCausalLM.from_pretrained(self.value_model, dtype=self.model.dtype)
         own = set(map(id, self.value_model.parameters()))
         shared = next((name for name, one in self.model.named_parameters() if id(one) in own), None)

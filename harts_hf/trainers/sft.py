@@ -201,7 +201,8 @@ def _check_rows(rows: Any, args: TreeSFTConfig, kwargs: dict[str, Any]) -> None:
         return
     if not len(rows):
         raise ValueError("expected a train_dataset with rows, got an empty one")
-    is_prepared = kwargs.get("formatting_func") is not None or (args.dataset_kwargs or {}).get("skip_prepare_dataset")
+    preparing: Any = args.dataset_kwargs or {}
+    is_prepared = kwargs.get("formatting_func") is not None or preparing.get("skip_prepare_dataset")
     forms = [("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"), (args.dataset_text_field,)]
     if not is_prepared and not any(set(form) <= set(rows.column_names) for form in forms):
         raise ValueError(

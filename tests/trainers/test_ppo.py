@@ -375,6 +375,12 @@ def test_where_episodes_were_cut(tmp_path):
     assert seen == [[True, False] * 4] * 2
 
 
+def test_without_a_reward_function(tmp_path):
+    """No episode would have a reward, and none be trained."""
+    with pytest.raises(ValueError, match="expected a reward function"):
+        TreePPOTrainer(tiny_model("qwen3_5_text"), [], args=TreePPOConfig(**recorded.arguments(tmp_path)))
+
+
 @pytest.mark.parametrize(
     ("value_model", "message"),
     [
