@@ -92,21 +92,20 @@ def check_reference(model: Any, args: Any, *, is_adapted: bool) -> None:
 
 
 def check_has_steps(trainer: Any) -> None:
-    """Refuses a data set that fills no batch, with which Trainer ends at step 0.
+    """Refuses a data set of prompts that fills no batch by TRL's sampler, with which Trainer ends at step 0.
 
     Raises:
-        ValueError: fewer prompts than one generation takes, or no row.
+        ValueError: fewer prompts than one generation takes.
     """
     rows, args, kind = trainer.train_dataset, trainer.args, type(trainer)
-    stock = all(getattr(kind, name).__module__.startswith(("trl.", "harts_hf.")) for name in _SAMPLED_BY)
-    if not stock or not isinstance(rows, Dataset):
+    is_stock = all(getattr(kind, name).__module__.startswith("trl.") for name in _SAMPLED_BY)
+    if not is_stock or not isinstance(rows, Dataset) or not hasattr(args, "generation_batch_size"):
         return
-    needed = args.generation_batch_size // args.num_generations if hasattr(args, "generation_batch_size") else 1
+    needed = args.generation_batch_size // args.num_generations
     if len(rows) < needed:
-        batch = f" (generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations})"
         raise ValueError(
-            f"expected at least {needed} rows of train_dataset{batch if needed > 1 else ''}, or no step can run, got "
-            f"{len(rows)}"
+            f"expected at least {needed} rows of train_dataset (generation_batch_size={args.generation_batch_size} / "
+            f"num_generations={args.num_generations}), or no step can run, got {len(rows)}"
         )
 
 
