@@ -98,7 +98,7 @@ def check_has_steps(trainer: Any) -> None:
         ValueError: fewer prompts than one generation takes.
     """
     rows, args, kind = trainer.train_dataset, trainer.args, type(trainer)
-    is_stock = all(getattr(kind, name).__module__.startswith("trl.") for name in _SAMPLED_BY)
+    is_stock = all(getattr(kind, name).__module__.startswith(("trl.", "harts_hf.")) for name in _SAMPLED_BY)
     if not is_stock or not isinstance(rows, Dataset) or not hasattr(args, "generation_batch_size"):
         return
     needed = args.generation_batch_size // args.num_generations
