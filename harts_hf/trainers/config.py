@@ -23,11 +23,7 @@ FUSED_MODULES = ("auto", "off")
 # Of a limit: what fits into the device's memory.
 AUTO = "auto"
 # Transformers' fields, checked before TRL divides by some of them.
-_OF_STEPS = {
-    "per_device_train_batch_size": integer(1),
-    "gradient_accumulation_steps": integer(1),
-    "learning_rate": number(),
-}
+_OF_STEPS = {"per_device_train_batch_size": integer(1), "gradient_accumulation_steps": integer(1)}
 # Fields of TreeOptions, but for the limits, and what the planner checks.
 _OF_TREES = {
     "tree_cost": PATH.or_none(),

@@ -46,7 +46,6 @@ from harts_hf.trainers.value_head import hide_from_engines
         ({"tree_server_timeout": "1"}, "tree_server_timeout to be a finite number above 0, got '1'"),
         ({"tree_deterministic": 2}, "tree_deterministic to be True or False, got 2"),
         ({"tree_cost": 3}, "tree_cost to be a path, or None, got 3"),
-        ({"learning_rate": math.nan}, "learning_rate to be a finite number of at least 0, got nan"),
         ({"reward_weights": [math.nan]}, "reward_weights to be a list of finite numbers, or None"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor to be left at 0.0"),
         ({"kl_in": "advantage"}, "one of reward, loss, got 'advantage'"),
