@@ -100,6 +100,16 @@ def test_scripts_that_are_named_exist():
                 assert (ROOT / path).exists(), f"{name_of(page)}: {path}"
 
 
+def test_the_script_of_ppo(tmp_path, monkeypatch):
+    """docs/ppo.md: its first block trains, in two epochs of two minibatches."""
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(blocks(ROOT / "docs" / "ppo.md", "python")[0], names)
+    logs = [entry for entry in names["trainer"].state.log_history if "value_loss" in entry]
+    assert len(logs) == 4 and names["trainer"].args.num_minibatches == 2
+    assert all(entry["tree/sharing_ratio"] > 1 and entry["trained_tokens"] > 0 for entry in logs)
+
+
 def test_the_trainer_of_custom_trainers(tmp_path):
     """docs/custom-trainers.md: its class trains, and its loss is what was changed."""
     names = {"__name__": "my_trainer"}
