@@ -21,7 +21,7 @@ from harts_hf.trainers.resuming import TreeCheckpoints
 from harts_hf.trainers.router_loss import Support
 from harts_hf.trainers.routing_replay import TreeRoutingReplay
 from harts_hf.trainers.sampling import check_sampling
-from harts_hf.trainers.zero3 import gather_whole_layers
+from harts_hf.trainers.zero3 import gather_whole_layers, show_processes
 
 # TRL's positional arguments before processing_class: a model, its arguments, another, two data sets.
 _BEFORE_PROCESSING_CLASS = 5
@@ -68,6 +68,7 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints)
         model, args = positional[0], next(one for one in positional if isinstance(one, self._config_class))
         if len(positional) < _BEFORE_PROCESSING_CLASS + 1 and kwargs.get("processing_class") is None:
             kwargs["processing_class"] = load_tokenizer(model, args)
+        show_processes()
         with loading_text_models(type(self)), own_collectors(kwargs.get("rollout_func")):
             trl_trainer.__init__(*positional, **kwargs)
 

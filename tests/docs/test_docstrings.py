@@ -39,7 +39,7 @@ def test_no_mark_is_left(tool):
         ("(:func:`harts_hf.patch`)", "(`patch`)"),  # not among those given as shown
         (":meth:`harts_hf.RolloutTree.digest`", f"[`RolloutTree.digest`][{TREE}]"),
         (":meth:`digest` or :func:`digest`", f"[`digest`][{TREE}] or `digest`"),  # a member, and a function
-        ("Example::\n\n    f(\n        1)\n\n    g()\n\nThen.", "Example:\n\n```python\nf(\n    1)\n\ng()\n```\n\nThen."),
+        ("So::\n\n    f(\n        1)\n\n    g()\n\nThen.", "So:\n\n```python\nf(\n    1)\n\ng()\n```\n\nThen."),
         ("Example::\n\n    f()", "Example:\n\n```python\nf()\n```\n"),
     ],
 )

@@ -1,7 +1,6 @@
 """Code of all pages: it compiles, its names exist, its recipes parse, its commands have the options that they use.
 
-What runs as it stands is run: pages with tests of their own (environments.md, losses.md, the quick start in
-tests/newcomer) and the blocks below.
+What can run is run: `test_blocks_run.py` has the list of all Python blocks, and says of each where.
 """
 
 import ast
@@ -14,7 +13,6 @@ import pytest
 import yaml
 from support.pages import PAGES, ROOT, blocks, commands, name_of
 from support.trainer_runs import run_trainer
-from transformers import AutoModelForCausalLM
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.cli.main import main as harts
@@ -120,19 +118,3 @@ def test_the_entry_of_model_families(monkeypatch):
 
     assert families.FAMILIES["my_hybrid"].module_name == "my_hybrid.modeling_my_hybrid"
     assert "my_hybrid" not in FAMILIES
-
-
-def test_the_script_of_the_hub_page(tmp_path, monkeypatch):
-    """docs/hub-checkpoint.md: its script runs on the tiny model, and what it saves loads."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.chdir(tmp_path)
-    from digit import Digit
-    from tiny import save_tiny
-
-    save_tiny(tmp_path / "tiny")
-    (block,) = blocks(ROOT / "docs" / "hub-checkpoint.md", "python")
-    names = {"model_folder": str(tmp_path / "tiny"), "max_steps": 1, "Digit": Digit}
-    exec(block, names)
-    assert names["trainer"].state.log_history[0]["tree/sharing_ratio"] > 1.5
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "outputs" / "mine").config.model_type == "qwen3_5_text"
-    assert "harts_hf" in (tmp_path / "outputs" / "mine" / "README.md").read_text()
