@@ -5,9 +5,10 @@ What can run is run: `test_blocks_run.py` has the list of all Python blocks, and
 
 import ast
 import dataclasses
-import importlib
+import importlib.util
 import re
 import shlex
+import tomllib
 
 import pytest
 import yaml
@@ -64,7 +65,7 @@ def harts_commands():
     """Commands of all pages that start `harts`, or `-m harts_hf.cli`."""
     found = {}
     for page in PAGES:
-        for line in commands(page):
+        for line in filter(re.compile(r"(harts|-m harts_hf\.cli) [a-z]").search, commands(page)):
             words = shlex.split(line.replace("-m harts_hf.cli ", "; harts "), comments=True)
             for start in [number for number, word in enumerate(words) if word == "harts"]:
                 rest = words[start + 1 :]
@@ -91,9 +92,14 @@ def test_commands_have_their_options(words, capsys):
 
 
 def test_scripts_that_are_named_exist():
-    """`python examples/...`, and modules of the benchmarks."""
+    """`python examples/...`, modules of the benchmarks, extras of `pip install`."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for page in PAGES:
         for line in commands(page):
+            for module in re.findall(r"-m (benchmarks[\w.]*)", line):
+                assert importlib.util.find_spec(module), f"{name_of(page)}: {module}"
+            for names in re.findall(r"pip install.*(?:\.|harts_hf)\[([\w,]+)\]", line):
+                assert set(names.split(",")) <= set(extras), f"{name_of(page)}: {names}"
             for path in re.findall(r"(?:python|--config_file|nproc_per_node \d+) ((?:examples|recipes)/\S+)", line):
                 assert (ROOT / path).exists(), f"{name_of(page)}: {path}"
 
