@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from harts_hf.modeling import patch
-from harts_hf.modeling.checkpointing import allow_some_layers
+from harts_hf.modeling.checkpointing import allow_some_layers, old_names
 from harts_hf.modeling.checks import check_trainable
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.experimental import own_collectors
@@ -69,7 +69,7 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints)
         if len(positional) < _BEFORE_PROCESSING_CLASS + 1 and kwargs.get("processing_class") is None:
             kwargs["processing_class"] = load_tokenizer(model, args)
         show_processes()
-        with loading_text_models(type(self)), own_collectors(kwargs.get("rollout_func")):
+        with loading_text_models(type(self)), own_collectors(kwargs.get("rollout_func")), old_names():
             trl_trainer.__init__(*positional, **kwargs)
 
     def _begin_tree(self, policy_class: type[TreePolicy]) -> None:

@@ -27,12 +27,8 @@ TRAINED = {
     "recorded": ([TRACES], 4),  # turns of a conversation, each with its history
     "sft_on_traces": ([TRACES], 2),
 }
-# What is for the script's author to know (its own function is one of TRL's experimental features), and what PEFT 0.21
-# does by itself: it reads a name that Transformers has given up.
-TOLD = {
-    "grpo": "You are using 'rollout_func', which is an experimental feature.",
-    "lora": "`is_gradient_checkpointing` is deprecated",
-}
+# What is for the script's author to know: its own function is one of TRL's experimental features.
+TOLD = {"grpo": "You are using 'rollout_func', which is an experimental feature."}
 OTHERS = {"tiny", "digit", "own_loss", "new_family"}
 
 
