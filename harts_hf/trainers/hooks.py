@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from harts_hf.modeling import patch
-from harts_hf.modeling.checkpointing import allow_some_layers
+from harts_hf.modeling.checkpointing import allow_some_layers, old_names
 from harts_hf.modeling.checks import check_trainable
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.acceleration import check_uncompiled
@@ -23,7 +23,7 @@ from harts_hf.trainers.resuming import TreeCheckpoints
 from harts_hf.trainers.router_loss import Support
 from harts_hf.trainers.routing_replay import TreeRoutingReplay
 from harts_hf.trainers.sampling import check_sampling
-from harts_hf.trainers.zero3 import gather_whole_layers
+from harts_hf.trainers.zero3 import gather_whole_layers, show_processes
 
 # TRL's positional arguments before processing_class: a model, its arguments, another, two data sets.
 _BEFORE_PROCESSING_CLASS = 5
@@ -73,7 +73,8 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints,
         check_reference(model, args, is_adapted=kwargs.get("peft_config") is not None)
         if len(positional) < _BEFORE_PROCESSING_CLASS + 1 and kwargs.get("processing_class") is None:
             kwargs["processing_class"] = load_tokenizer(model, args)
-        with loading_text_models(type(self)), own_collectors(kwargs.get("rollout_func")):
+        show_processes()
+        with loading_text_models(type(self)), own_collectors(kwargs.get("rollout_func")), old_names():
             trl_trainer.__init__(*positional, **kwargs)
 
     def _begin_tree(self, policy_class: type[TreePolicy]) -> None:

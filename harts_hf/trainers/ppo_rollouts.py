@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from trl.models.utils import disable_gradient_checkpointing
 
+from harts_hf.modeling.checkpointing import without_checkpointing
 from harts_hf.rollouts.episodes import TRUNCATED, Episodes
 from harts_hf.rollouts.fields import shortened
 from harts_hf.trainers.gae import Estimates, estimate_advantages
@@ -168,7 +168,7 @@ class TreePPORollouts:
         if self._scored is not None and torch.equal(self._scored[0], ids):
             return self._scored[1:]
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+        with torch.no_grad(), without_checkpointing(self.model, self.args.activation_checkpointing_kwargs):
             return self._tree.score(ids, mask, output["completion_ids"].shape[1])
 
     def _final_rewards(self, count: int) -> NDArray[np.float64]:
