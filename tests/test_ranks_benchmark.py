@@ -3,18 +3,23 @@
 import copy
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
 from shared_data import shape_file
+from support.launching import run_processes
 from torch import nn
 
+from benchmarks.gpu import processes
 from benchmarks.ranks import __main__ as ranks
-from benchmarks.ranks import judging, recorder
+from benchmarks.ranks import calls, judging, recorder
 from benchmarks.ranks.jobs import BACKENDS, CALL_SECONDS, Job, calls_of, jobs_for
 from benchmarks.ranks.sketches import difference, gradient_of, moved, size, sketch, value_of
 
 SHAPES = shape_file("tot_game24").parent
+SCRIPT = Path(__file__).parent / "distributed" / "run_ranks_job.py"
 
 
 # ---- jobs and calls -------------------------------------------------------------------------------------------------
@@ -220,3 +225,42 @@ def test_record(parts, tmp_path, capsys):
     assert "bars not met: lost" in printed and "11.00x" in printed and (tmp_path / "ranks_scaling.png").exists()
     with pytest.raises(SystemExit, match="results of one kind of device, got d, e"):
         recorder.merged({}, [*parts, {**parts[0], "device": "e"}])
+
+
+# ---- jobs in dry form -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_parity_of_two_processes_and_a_planted_bug(tmp_path):
+    """FSDP2's shards, put together, are one process's gradients and parameters; those of a rank that misses what
+    another one computed are not."""
+    files = [tmp_path / f"{name}.json" for name in ("one", "two", "wrong")]
+    ranks.main(["run", "parity-one-1-miniswe1", "--dry-run", "--shapes", str(SHAPES), "--out", str(files[0])])
+    for file, bugs in ((files[1], []), (files[2], ["values_of_a_rank_missing"])):
+        run_processes(SCRIPT, "parity-fsdp2-2-miniswe1", SHAPES, file, *bugs)
+    one, two, wrong = (json.loads(file.read_text()) for file in files)
+    assert two["finished"] and two["steps"][0]["tree"]["global_placement"] and len(two["steps"][0]["ops"]) == 2
+    (found,) = judging.judged([one, two])["parity"]
+    # Measured: gradients 1e-6 of their kind's size, parameters' changes 8e-6.
+    assert max(apart for apart, _ in found["gradients"].values()) < 1e-5 and found["parameters"][0] < 5e-5
+    with pytest.raises(SystemExit, match="gradients of tree 64 differ by"):
+        judging.judged([one, wrong])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_killed_process_ends_all(tmp_path):
+    """Real torchrun: an error, soon, and nobody is left; a job that ends well does not pass for one."""
+    command = ["call", "--gpus", "2", "--dry-run", "--shapes", str(SHAPES), "--work", str(tmp_path / "work")]
+    ranks.main([*command, "--out", str(tmp_path), "--seconds", "500", "kill-ddp-2-miniswe1"])
+    found = json.loads((tmp_path / "kill-ddp-2-miniswe1.json").read_text())
+    assert found["passed"] and found["returncode"] == 1 and found["seconds"] < calls.KILL_LIMIT
+    assert not found["left"] and not list(tmp_path.glob("*.pid"))
+    ends_well = processes.Job("j", "ranks", 60, (), (tmp_path / "j.json",), {}, "this")
+    environment = {**os.environ, "PYTHONPATH": str(SHAPES)}
+    (tmp_path / "work" / "logs" / "j.log").touch()
+    wrong = calls.killed(
+        Job.parse("kill-ddp-2-miniswe1"), ends_well, tmp_path / "work" / "logs", environment, math.inf
+    )
+    assert not wrong["passed"] and wrong["returncode"] == 0 and wrong["failures"]

@@ -13,6 +13,7 @@ from unittest.mock import patch as replaced
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu import record
@@ -120,11 +121,12 @@ def run(job: Job, options: argparse.Namespace, *, rank: int, world: int) -> Any:
     fits = fitting(rollouts.tree, job.backend, world, room, budget=budget, dry=dry)
     side = Side("tree", budget)
     plan = [Step(side, step.role) for step in job.steps]
-    args = arguments(rollouts, job.backend, world, len(plan), exact=dry, dry=dry, budget=budget)
+    args = arguments(
+        rollouts, job.backend, world, len(plan), exact=dry, dry=dry, budget=budget, hollow=job.backend == "fsdp2"
+    )
     config = flash_configuration(fits["layers"], dry=dry)
     dtype = torch.float32 if dry else torch.bfloat16
     if job.backend == "fsdp2":
-        args.fsdp_config["cpu_ram_efficient_loading"] = True
         model, sharing = _hollow(config, dtype), _drawn_where_it_stays()
     else:  # TrainingArguments that say ZeRO-3 have every new parameter shared out
         model, sharing = AutoModelForCausalLM.from_config(config, dtype=dtype), nullcontext()
@@ -163,14 +165,21 @@ def _drawn_where_it_stays() -> Iterator[None]:
     from accelerate.utils import fsdp_utils
 
     def draw(accelerator: Any, model: nn.Module, full: Any, **_: Any) -> None:
-        model.to_empty(device=accelerator.device)
         torch.manual_seed(accelerator.process_index)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                local: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                local.normal_(std=INIT_STD) if parameter.ndim > 1 else local.fill_(1.0)
-            for buffer in model.buffers():
-                buffer.zero_()
+        drawn = {name: _drawn(tensor, accelerator.device) for name, tensor in model.state_dict().items()}
+        model.load_state_dict(drawn, assign=True)
 
     with replaced.object(fsdp_utils, "fsdp2_load_full_state_dict", draw):
         yield
+
+
+def _drawn(hollow: Any, device: torch.device) -> torch.Tensor:
+    """A parameter's or buffer's shard: matrices random, scales 1, buffers 0."""
+    local = hollow.to_local() if isinstance(hollow, DTensor) else hollow
+    found = torch.empty(local.shape, dtype=local.dtype, device=device)
+    if not isinstance(hollow, DTensor):
+        return found.zero_()
+    found.normal_(std=INIT_STD) if hollow.ndim > 1 else found.fill_(1.0)
+    return DTensor.from_local(
+        found, hollow.device_mesh, hollow.placements, run_check=False, shape=hollow.shape, stride=hollow.stride()
+    )

@@ -22,7 +22,7 @@ BATCH = 1  # rows of a micro-step: TRL pads them to the longest of a generation
 
 def arguments(
     rollouts: StepRollouts, backend: str, world: int, steps: int, *, exact: bool, dry: bool, budget: int,
-    placement: str = "auto",
+    placement: str = "auto", hollow: bool = False,
 ) -> TreeGRPOConfig:  # fmt: skip
     """Of the trainers; the learning rate is set step by step.
 
@@ -35,8 +35,12 @@ def arguments(
         dry: on a CPU.
         budget: rows of a microbatch.
         placement: ``tree_placement``.
+        hollow: whether FSDP2 is given a model without memory, whose shards are filled afterwards.
     """
     count = len(rollouts.token_ids)
+    options = backend_options(backend, dry=exact)
+    if hollow:
+        options["fsdp_config"]["cpu_ram_efficient_loading"] = True
     return common_arguments(
         output_dir=tempfile.mkdtemp(prefix="harts_ranks_"), per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=count // world // BATCH, steps_per_generation=count // world // BATCH,
@@ -44,7 +48,7 @@ def arguments(
         optim="sgd", max_steps=steps, bf16=not exact, use_cpu=dry, gradient_checkpointing=True,
         gradient_checkpointing_kwargs={"use_reentrant": False}, dataloader_pin_memory=False, max_grad_norm=0.0,
         router_aux_loss_coef=0.0, beta=0.0, tree_max_tokens_per_microbatch=budget, tree_sharing="auto",
-        tree_placement=placement, **backend_options(backend, dry=exact),
+        tree_placement=placement, **options,
     )  # fmt: skip
 
 
