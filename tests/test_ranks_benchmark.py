@@ -220,7 +220,7 @@ def test_record(parts, tmp_path, capsys):
     ranks.main(command)
     ranks.main(command)
     found = json.loads(record.read_text())
-    assert found["rows"] == [1] and [len(found["jobs"][kind]) for kind in recorder.KINDS] == [2, 1, 1, 0]
+    assert found["rows"] == [1] and [len(found["jobs"][kind]) for kind in recorder.KINDS] == [2, 1, 1, 0, 0]
     printed = capsys.readouterr().out
     assert "bars not met: lost" in printed and "11.00x" in printed and (tmp_path / "ranks_scaling.png").exists()
     with pytest.raises(SystemExit, match="results of one kind of device, got d, e"):

@@ -40,6 +40,7 @@ def command_line() -> argparse.ArgumentParser:
     call.add_argument("--out", type=Path, required=True, help="folder of result files")
     run.add_argument("job", metavar="JOB")
     run.add_argument("--out", type=Path, required=True, help="the file to write")
+    fit.add_argument("--out", type=Path, help="the file to write, for `record`")
     for one in (run, fit):
         one.add_argument("--shapes", type=Path, required=True)
     record.add_argument("parts", type=Path, nargs="+")

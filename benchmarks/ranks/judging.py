@@ -171,15 +171,16 @@ def bars_met(row: dict[str, Any]) -> dict[str, bool]:
 
 
 def judged(parts: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """``rows``, ``parity``, ``killed`` and ``large`` of result files.
+    """``rows``, ``parity``, ``killed``, ``large`` and ``fit`` (predictions) of result files.
 
     Raises:
         SystemExit: a row whose backend and number of processes has no parity run of float32 beside it that passed; a
             parity run of bfloat16 that failed; metrics that are not one process's; a kill that did not end all.
     """
-    by_name = {part["job"]: part for part in parts if part.get("job")}
-    jobs = {name: Job.parse(name) for name in by_name}
     found: dict[str, list[dict[str, Any]]] = {"rows": [], "parity": [], "killed": [], "large": []}
+    found["fit"] = [part for part in parts if part["kind"] == "fit"]
+    by_name = {part["job"]: part for part in parts if part["kind"] != "fit"}
+    jobs = {name: Job.parse(name) for name in by_name}
     passed: set[tuple[str, int]] = set()
     for name, part in by_name.items():
         job = jobs[name]

@@ -137,7 +137,7 @@ def run(job: Job, options: argparse.Namespace, *, rank: int, world: int) -> Any:
             record.write(options.out, {
                 **record.about(), "job": job.name, "kind": job.kind, "backend": job.backend, "processes": world,
                 "workload": job.workload, "model": FLASH, "parameters": _count(model), "budget": budget, **fits,
-                **steps.progress(job.name), "steps": steps.found, "simulated": simulated(rollouts.tree, budget=budget),
+                **steps.progress(job.name), "steps": steps.found,
             })  # fmt: skip
 
     steps = Steps(plan, rate=0.0, save=save, sketches=False)

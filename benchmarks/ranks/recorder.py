@@ -8,7 +8,7 @@ from benchmarks.gpu.record import RESULTS, read, write
 from benchmarks.ranks.judging import judged
 
 RECORD = RESULTS / "ranks_h200.json"
-KINDS = ("rows", "parity", "killed", "large")
+KINDS = ("rows", "parity", "killed", "large", "fit")
 
 
 def merged(old: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
