@@ -227,6 +227,21 @@ def test_record(parts, tmp_path, capsys):
         recorder.merged({}, [*parts, {**parts[0], "device": "e"}])
 
 
+def test_predictions_of_the_page_are_the_record_s():
+    """Layers that fit, and the planner's model of 64 GPUs; nobody says that four or eight were measured."""
+    page = (Path(__file__).parents[1] / "docs" / "ranks.md").read_text()
+    jobs = json.loads(recorder.RECORD.read_text())["jobs"]
+    fits = {fit["gpus"]: fit for fit in jobs["fit"]}
+    for backend, label in (("zero3", "ZeRO-3"), ("fsdp2", "FSDP2")):
+        found = [(fits[gpus][backend]["layers"], fits[gpus][backend]["predicted_peak"] / 1e9) for gpus in (2, 4, 8)]
+        cells = [f"{layers} ({peak:.0f} GB)" for layers, peak in found]
+        assert f"| {label} | {' | '.join(cells)} |".replace(" (", " of 42 layers (", backend == "zero3") in page
+    for row, words in zip(fits[8]["simulated"], ("{:.1f}x on 8 GPUs", "{:.1f}x on 64", "{:.1f}x on 64"), strict=True):
+        assert words.format(row["speedup"]) in page and f"({row['of_bound']:.3f}" in page.replace("\n", " ")
+    measured = [row for kind in ("rows", "parity", "killed", "large") for row in jobs[kind]]
+    assert ("have not been tried" in page) == (max((row["processes"] for row in measured), default=2) <= 2)
+
+
 # ---- jobs in dry form -----------------------------------------------------------------------------------------------
 
 

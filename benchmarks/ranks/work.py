@@ -68,13 +68,16 @@ def main(options: argparse.Namespace) -> None:
     model = build(config, device="cpu" if dry else "cuda", dtype=dtype)
     rollouts = rollouts_of(job.workload, options.shapes, config.vocab_size, dry=dry)
     plan = dry_steps(job.steps) if dry else job.steps
+    budget = max(
+        (side.size for side, _ in plan if side.kind != "stock"), default=PlannerConfig.max_tokens_per_microbatch
+    )
     content = {
         **record.about(), **about(job), "model": NAME, "layers": config.num_hidden_layers,
         "dtype": str(dtype).removeprefix("torch."), "trajectories": len(rollouts.token_ids),
         "tokens": rollouts.num_tokens, "unique_tokens": rollouts.tree.num_tokens,
     }  # fmt: skip
     if rank == 0:
-        content["bounds"] = bounds(rollouts.tree, PlannerConfig(max_tokens_per_microbatch=plan[0].side.size), world)
+        content["bounds"] = bounds(rollouts.tree, PlannerConfig(max_tokens_per_microbatch=budget), world)
 
     def save(steps: Steps) -> None:
         if rank == 0:
@@ -88,7 +91,7 @@ def main(options: argparse.Namespace) -> None:
         options.out.with_suffix(f".{rank}.pid").write_text(str(os.getpid()))
     steps = Steps(plan, rate=RATE, save=save, kill=kill, sketches=kill is None)
     args = arguments(
-        rollouts, job.backend, world, len(plan), exact=exact, dry=dry, budget=plan[0].side.size,
+        rollouts, job.backend, world, len(plan), exact=exact, dry=dry, budget=budget,
         # Rows of all ranks on all ranks is what may go wrong.
         placement="global" if job.kind.startswith("parity") else "auto",
     )  # fmt: skip
