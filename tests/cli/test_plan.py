@@ -82,7 +82,7 @@ def test_too_many_ranks_are_refused_at_once(tmp_path, capsys):
 
 
 def test_plans_what_a_step_does(rollouts, tmp_path, capsys):
-    """A loss that needs log-probs first is scored first, as are recorded ones; limits that nothing meets are raised."""
+    """A loss that needs log-probs is scored first, as are recorded ones; limits that nothing meets are raised."""
     plan, out = ["plan", str(rollouts), "--json", str(tmp_path / "out.json")], []
     for options in ([], ["--scoring", "needed"]):
         assert main([*plan, *options]) == 0

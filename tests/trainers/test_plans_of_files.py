@@ -18,7 +18,7 @@ COUNTS = ("forward_tokens", "backward_tokens", "replay_tokens", "microbatches")
 @pytest.mark.essential("2-recorded")
 @pytest.mark.parametrize(("per_step", "logprobs"), [(1, "rescored"), (2, "recorded")])
 def test_plan_is_what_training_logs(per_step, logprobs, tmp_path, capsys):
-    """Rows, sharing and microbatches of each kind of pass, with one group a step and with two that share a beginning."""
+    """Rows, sharing and microbatches of a step, with one group a step and with two that share a beginning."""
     rows = rows_of_prompts()[: 2 * recorded.NUM_GENERATIONS]
     for row in rows:
         row["token_ids"] = SYSTEM + row["token_ids"]
@@ -32,7 +32,15 @@ def test_plan_is_what_training_logs(per_step, logprobs, tmp_path, capsys):
         max_steps=2 // per_step, tree_max_tokens_per_microbatch=128,
     )  # fmt: skip
     scoring = [] if logprobs == "recorded" else ["--scoring", "skipped"]
-    arguments = ["--groups-per-step", str(per_step), "--max-tokens-per-microbatch", "128", "--json", str(out), *scoring]
+    arguments = [
+        "--groups-per-step",
+        str(per_step),
+        "--max-tokens-per-microbatch",
+        "128",
+        "--json",
+        str(out),
+        *scoring,
+    ]
     assert main(["plan", str(path), *arguments]) == 0
     assert ("scored before the loss" in capsys.readouterr().out) == (logprobs == "recorded")
     found, steps = json.loads(out.read_text()), [log for log in logs if "tree/unique_tokens" in log]
