@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from harts_hf.batch.tables import read_together
+from harts_hf.modeling import walking
 from harts_hf.trainers.settings import Settings
 
 
@@ -17,11 +18,14 @@ class TRLSlice:
         batch: TRL's.
         number: of the micro-step within the optimizer step.
         settings: of the trainer then.
+        is_first_of_recorded: whether the weights are those that its off-policy rollouts met; see
+            :class:`harts_hf.trainers.old_logprobs.OldLogProbs`.
     """
 
     batch: dict[str, Any]
     number: int
     settings: Settings
+    is_first_of_recorded: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,7 +60,7 @@ def active_adapters(policy: Any) -> Any:
     """Something that differs where other adapters of a PEFT model are active, or none; None for other models."""
     if not hasattr(policy, "peft_config"):
         return None
-    return tuple(policy.active_adapters), tuple(parameter.requires_grad for parameter in policy.parameters())
+    return tuple(policy.active_adapters), tuple(parameter.requires_grad for parameter in walking.parameters(policy))
 
 
 def on_cpu(slices: list[TRLSlice]) -> list[dict[str, Any]]:

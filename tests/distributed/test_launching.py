@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+from support.launching import run_processes
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -67,3 +69,18 @@ def test_a_launcher_that_starts_one(tmp_path):
     done = launch(accelerate(tmp_path, "MULTI_CPU"), tmp_path)
     assert done.returncode != 0
     assert "expected 2 processes (num_processes), got 1: start them with `accelerate launch" in done.stderr
+
+
+@pytest.mark.exhaustive
+def test_zero3_by_an_option(tmp_path):
+    """A model with random weights, built in parts by two processes on CPUs; what is saved is whole."""
+    settings = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    file, out = tmp_path / "zero3.json", tmp_path / "out"
+    file.write_text(json.dumps({**settings, **dict.fromkeys(sizes, "auto")}))
+    options = [*SMALL, "--deepspeed", file, "--output_dir", out]
+    run_processes(ROOT / "harts_hf" / "cli" / "__main__.py", "train", ROOT / "recipes" / "tiny_grpo.yaml", *options)
+    logs = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(logs) == 2 and all(log["tree/sharing_ratio"] > 1 for log in logs)
+    with safe_open(out / "model.safetensors", "pt") as weights:
+        assert all(weights.get_tensor(name).numel() > 0 for name in weights.keys())  # noqa: SIM118 - no dictionary
