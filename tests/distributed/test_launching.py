@@ -15,14 +15,13 @@ SMALL = [
 ]  # fmt: skip
 LAUNCH = """
 compute_environment: LOCAL_MACHINE
-distributed_type: {kind}
+distributed_type: MULTI_GPU
 mixed_precision: 'no'
 num_machines: 1
 num_processes: 2
 machine_rank: 0
-use_cpu: {use_cpu}
+use_cpu: false
 """
-pytestmark = pytest.mark.distributed
 
 
 def launch(command, folder):
@@ -40,30 +39,14 @@ def launch(command, folder):
     )
 
 
-def accelerate(folder, kind):
-    """The command of `accelerate launch` for two processes of a kind."""
-    file = folder / "launch.yaml"
-    file.write_text(LAUNCH.format(kind=kind, use_cpu=str(kind == "MULTI_CPU").lower()))
-    return ["accelerate.commands.launch", "--config_file", str(file)]
-
-
-@pytest.mark.parametrize("launcher", ["accelerate", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
-def test_two_processes_train(launcher, tmp_path):
-    """One of them prints; the step is of both."""
-    if launcher == "torchrun":
-        command = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    else:
-        command = accelerate(tmp_path, "MULTI_GPU")
-    done = launch(command, tmp_path)
+@pytest.mark.distributed
+def test_two_processes_train(tmp_path):
+    """One of them prints; the step is of both. (torchrun: tests/newcomer/two_processes.txt.)"""
+    file = tmp_path / "launch.yaml"
+    file.write_text(LAUNCH)
+    done = launch(["accelerate.commands.launch", "--config_file", str(file)], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("step     2/2") == 1 and "for 2 steps on 2 processes," in done.stdout
     entries = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     # Two trees of four leaves on each process; of each leaf at least prompt, a call and an end.
     assert len(entries) == 2 and min(entry["tree/expanded_tokens"] for entry in entries) > 16 * 4
-
-
-def test_a_launcher_that_starts_one(tmp_path):
-    """Accelerate starts a single process for MULTI_CPU: refused, with what starts two."""
-    done = launch(accelerate(tmp_path, "MULTI_CPU"), tmp_path)
-    assert done.returncode != 0
-    assert "expected 2 processes (num_processes), got 1: start them with `accelerate launch" in done.stderr
