@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: without this every training's own `gc.collect()` looks through it, a third of its time."""
+    """What is imported stays: else every training's own `gc.collect()` looks through it, a third of its time."""
     gc.collect()
     gc.freeze()
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tarfile
 
+import pytest
 from support.pages import ROOT
 
 # In a fresh process; the variable is TRL's switch, which must not be needed.
@@ -56,6 +57,7 @@ from harts_hf import TreeGMPOTrainer
 """
 
 
+@pytest.mark.exhaustive
 def test_first_imports():
     """Environments do without the web server of agents, and whoever imports the trainers is told nothing about TRL's
     experimental part, which only GMPO needs."""

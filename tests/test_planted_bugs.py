@@ -238,8 +238,9 @@ _PASSED: set[str] = set()
 
 
 def marks(case: Case) -> list[pytest.MarkDecorator]:
-    """Bugs that only a training or a window of many microbatches shows take one or two of them each."""
-    return [pytest.mark.exhaustive] if case.file.startswith("trainers/") or case.file == WINDOWS else []
+    """Bugs that only a training or a window of many microbatches or ranks shows take one or two of them each."""
+    is_large = case.file.startswith(("trainers/", "runtime/")) and case.file not in (PARITY, HANDOFF)
+    return [pytest.mark.exhaustive] if is_large else []
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.plant.__name__, marks=marks(case)) for case in CASES])

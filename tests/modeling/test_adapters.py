@@ -81,6 +81,7 @@ def with_adapter(config, family="qwen3_5_text"):
     return model
 
 
+@pytest.mark.essential("ia3", "lora", "lora-parameters", "lora-saved-linear", "trainable_tokens")
 @pytest.mark.parametrize("name", ALLOWED)
 def test_allowed_methods_equal_one_trajectory_at_a_time(name):
     """Log-probs, and gradients of everything that is trained, of the unpatched model with the same adapter."""

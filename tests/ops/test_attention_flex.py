@@ -93,6 +93,7 @@ def cases() -> Iterator[tuple[list, AttentionIntervals, BlockMask]]:
     yield tensors, intervals, flex.block_mask(intervals, 28)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [

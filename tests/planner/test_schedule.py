@@ -60,6 +60,7 @@ def test_every_plan_is_valid(tree, config):
         assert schedule.tree.depth[planned].tolist() == tree.depth[path].tolist()
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=50)
 @given(trees(), configs(), st.data())
 def test_limits_hold_or_the_smallest_that_works_is_named(tree, config, data):

@@ -57,6 +57,7 @@ def run_backward(run, *, scored=False):
     run.backward(TreeValues(rows={"log_prob": log_probs, "entropy": entropy}), torch.Tensor.backward)
 
 
+@pytest.mark.essential("bailing_hybrid-replay-options0")
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("family", "execution", "options"), RUNS)
 def test_windows(family, execution, options):
@@ -66,6 +67,7 @@ def test_windows(family, execution, options):
     assert all(is_tagged(parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
 
 
+@pytest.mark.essential("nested")
 @pytest.mark.parametrize("execution", ["keep", "nested", "replay"])
 def test_waits_for_a_gpu(execution, gpu):
     """A window is waited for once for its masks and once for its guard, and each backward once for the head's rows;

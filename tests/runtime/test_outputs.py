@@ -51,7 +51,7 @@ def value_weights(trajectories):
     return [torch.randn(len(row), generator=generator, dtype=torch.float64) for row in trajectories]
 
 
-@pytest.mark.essential("bailing_hybrid-nested-True", "qwen3_5_text-replay-False")
+@pytest.mark.essential("bailing_hybrid-nested-True")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_5_text"])
@@ -82,6 +82,7 @@ def test_values_of_rows(family, execution, checkpointing):
     assert_gradients_close(got, gradients(model), GRADIENT_TOLERANCE)
 
 
+@pytest.mark.essential("nested")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_sums(execution):
     """A router's probabilities summed over all trajectories, whatever the cut, and their gradients."""

@@ -173,6 +173,7 @@ def check_one_forest(count, loss, options):
     assert len({report.window.schedule.to_json() for report in reports}) == 1
 
 
+@pytest.mark.essential("actor_critic-2", "sums-3")
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_one_forest(name, count):
@@ -180,6 +181,7 @@ def test_one_forest(name, count):
     check_one_forest(count, *CASES[name])
 
 
+@pytest.mark.essential("supervised")
 @pytest.mark.parametrize("name", CASES)
 def test_random_placements(name, monkeypatch):
     """Whoever computes what."""
@@ -220,6 +222,7 @@ def test_one_rank_needs_scores():
     assert calls == [2, 2]
 
 
+@pytest.mark.essential("global-True")
 @pytest.mark.parametrize("everyone", [True, False])
 @pytest.mark.parametrize("placement", ["global", "local"])
 def test_values_that_are_known(placement, everyone):

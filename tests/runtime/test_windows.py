@@ -32,7 +32,7 @@ def test_planned_windows(family, execution):
     check_parity(tiny_model(family, dtype=torch.float64), rows, planner(64, execution))
 
 
-@pytest.mark.essential("bailing_hybrid-nested", "qwen3_5_text-replay")
+@pytest.mark.essential("bailing_hybrid-nested")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_activation_checkpointing(family, execution):
@@ -87,6 +87,7 @@ def run_backward(model, window, run):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+@pytest.mark.essential("keep")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_nothing_stays_alive(execution):
     """Every handed state and gradient is freed by the end."""
@@ -95,6 +96,7 @@ def test_nothing_stays_alive(execution):
     assert run.handoff.num_bytes() == 0
 
 
+@pytest.mark.essential("nested")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_offloaded_states(execution):
     """States that lie on the CPU between uses give the same gradients."""

@@ -181,6 +181,7 @@ def test_lengths(source, tmp_path):
         assert log["num_tokens"] == prompts + sum(by_sample)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", ["bnpo", "dapo"])
 def test_no_sample_at_all(loss, tmp_path):
     """A batch of episodes without samples takes a step of zero gradients, and the next batch trains."""

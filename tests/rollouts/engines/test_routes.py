@@ -89,6 +89,7 @@ def open_engine(server, **options):
     )
 
 
+@pytest.mark.exhaustive
 def test_vllm_engine(model):
     """In vLLM's form, less what earlier requests have said; a server that returns none is refused at the start."""
     with FakeVLLM(model, returns_routes=True) as server:

@@ -174,6 +174,7 @@ def test_the_address_of_a_host_and_a_port(model, server):
         assert engine.probe_gap is None and engine.client.url == server.url
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("corrupted", ["A_log", "conv1d.weight", "lm_head.weight"])
 def test_corrupted_weights_are_found(model, server, corrupted):
     """One tensor of the server's is not what it was: the run stops, and stays stopped."""
@@ -197,6 +198,7 @@ def test_scores_that_are_no_numbers(model, server):
         VLLMServerEngine.from_trainer(trainer)
 
 
+@pytest.mark.exhaustive
 def test_another_tokenizer(model, server):
     """Found by a text that both cut; a server that cannot be asked is not."""
     words = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t5"))

@@ -68,6 +68,7 @@ def scores(model, history, turn, settings) -> torch.Tensor:
     return fake_vllm.processed(logits, body).log_softmax(-1)
 
 
+@pytest.mark.essential("top_p")
 @pytest.mark.parametrize(
     "settings",
     [{"temperature": 0.7}, {"top_k": 5, "temperature": 1.3}, {"top_p": 0.6}, {"min_p": 0.3}],

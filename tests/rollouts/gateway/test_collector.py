@@ -130,6 +130,7 @@ def rows_of(out):
     return [out["prompt_ids"], out["completion_ids"], out["logprobs"], out["agent_reward"]]
 
 
+@pytest.mark.exhaustive
 def test_seeds_make_a_call_repeatable(trainer, collect):
     """The same seed, step, call and rank: the same rows, whatever runs first; any other: others."""
     first = rows_of(collect(two_turns)(PROMPTS, trainer))
@@ -188,6 +189,7 @@ def test_a_group_over_several_processes_has_one_task(trainer, collect):
     assert len({seed for _, _, requests in shares for seed in requests}) == 12
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_does_not_change_the_training(trainer, collect):
     """Its calls are counted by themselves."""
     collector = collect(two_turns)

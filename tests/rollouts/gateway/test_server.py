@@ -441,6 +441,7 @@ def test_ids_outside_the_vocabulary_are_no_fault_of_the_agents(gateway, serve):
     assert str(gateway.error) == "expected token ids below 9"
 
 
+@pytest.mark.exhaustive
 def test_many_at_a_time(serve):
     """Forty episodes with two requests in flight each, sampled in one thread: none has a token of another."""
     engine, open_session = serve(
