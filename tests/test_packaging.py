@@ -20,6 +20,7 @@ def run(code, **options):
     return done.stderr
 
 
+@pytest.mark.exhaustive
 def test_source_distribution(tmp_path):
     """It holds what README's commands need, and no part of the tests."""
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()

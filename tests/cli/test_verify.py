@@ -106,7 +106,7 @@ def test_a_bug_of_the_handing_over_fails(plant, models, rollouts, monkeypatch, c
     assert "the tree in parts" in output.out.splitlines()[-1]
 
 
-@pytest.mark.essential("file")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["file", "folder"])
 def test_shapes_and_configurations(form, tmp_path, capsys):
     """A shape file is filled with tokens, and a configuration with weights; groups that don't fit are cut."""
@@ -143,6 +143,7 @@ def test_input_that_cannot_be_used_is_named(models, rollouts, tmp_path, capsys):
     assert status == 2 and f"below the vocabulary size {VOCAB}, got {VOCAB + 5}" in output.err
 
 
+@pytest.mark.exhaustive
 def test_report_counts_what_is_shared(models, rollouts, tmp_path, capsys):
     """A file without sharing says so."""
     rng = np.random.default_rng(0)
@@ -173,7 +174,7 @@ def test_outputs_that_are_inputs(output, models, rollouts, tmp_path, monkeypatch
     assert (rollouts.read_bytes(), (model / "config.json").read_bytes()) == before
 
 
-@pytest.mark.essential("True")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress(is_terminal, models, rollouts, monkeypatch, capsys):
     """A line that changes on a terminal; elsewhere the first step and one step in so many seconds."""

@@ -17,11 +17,6 @@ from support.counted import SPEED, CountedGRPOTrainer
 from support.oracle import float64_everywhere
 from train_two import allow_fsdp_on_cpu, backend_options
 
-LAYERS = {
-    "bailing_hybrid": "BailingHybridDecoderLayer",
-    "qwen3_5_moe_text": "Qwen3_5MoeDecoderLayer",
-    "qwen3_5_text": "Qwen3_5DecoderLayer",
-}
 TREE = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64}
 KINDS = {
     "stock": {},
@@ -146,8 +141,6 @@ def run(case: str, folder: Path) -> dict:
     for option in options:
         arguments |= {k: v for k, v in OPTIONS[option].items() if kind != "stock" or not k.startswith("tree_")}
     arguments |= {k: v for k, v in backend_options(backend).items() if k not in arguments}
-    if backend.startswith("fsdp2"):
-        arguments["fsdp_config"]["transformer_layer_cls_to_wrap"] = [LAYERS[family]]
     config_class, trainer_class = (GRPOConfig, GRPOTrainer) if kind == "stock" else (TreeGRPOConfig, TreeGRPOTrainer)
     dtype = torch.float32
     if "bias" in options:
@@ -155,6 +148,8 @@ def run(case: str, folder: Path) -> dict:
     unset_hf_deepspeed_config()  # of the case before
     model = tiny_model(family, seed=1, dtype=dtype)  # before the arguments, which would have ZeRO-3 take it over
     torch.manual_seed(0)
+    if backend.startswith("fsdp2"):
+        arguments["fsdp_config"]["transformer_layer_cls_to_wrap"] = [type(model.model.layers[0]).__name__]
     config = config_class(**arguments)
     if backend.startswith("fsdp2"):
         allow_fsdp_on_cpu()

@@ -38,6 +38,7 @@ def test_the_estimate_is_the_slowest_op_of_each_slot(shape, world_size, executio
     assert schedule.estimated_seconds == pytest.approx(seconds, rel=1e-12)
 
 
+@pytest.mark.essential("3-5-25")
 @pytest.mark.parametrize(("world_size", "segments", "count"), [(2, 7, 12), (3, 5, 25)])
 def test_small_forests_against_exhaustive_search(world_size, segments, count):
     """At most 1.02 of the fastest plan there is in the mean, 1.10 at worst (measured on 300: 1.002 and 1.045)."""
@@ -52,6 +53,7 @@ def test_small_forests_against_exhaustive_search(world_size, segments, count):
     assert np.mean(ratios) <= 1.02 and max(ratios) <= 1.10, ratios
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "ranks", "copies", "budget", "least"),
     [

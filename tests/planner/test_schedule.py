@@ -231,6 +231,7 @@ sys.stdout.write(plan_window(list(shape_trees("vmcts_dafny_bst")), config).to_js
 """
 
 
+@pytest.mark.exhaustive
 def test_same_plan_in_every_process():
     """Hash seeds and processes do not change a plan: its JSON is equal byte for byte."""
     outputs = {

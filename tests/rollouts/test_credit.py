@@ -235,7 +235,7 @@ def episodes_on_trees(draw):
     return rows, spans, [reward[e] for e in episodes], [group[e] for e in episodes], episodes
 
 
-@pytest.mark.essential("branch", "tree_grpo")
+@pytest.mark.essential("branch")
 @pytest.mark.parametrize("credit", TREE_CREDITS)
 @given(data=episodes_on_trees(), scale=st.sampled_from(["group", "batch", "none"]))
 def test_credits_equal_a_dictionary_of_prefixes(credit, data, scale):

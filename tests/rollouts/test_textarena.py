@@ -230,6 +230,7 @@ def test_refused_games_are_not_imported():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+@pytest.mark.exhaustive
 def test_without_textarena_the_extra_is_named():
     """A fresh process without it: the error says what to install, and the module imports."""
     code = (

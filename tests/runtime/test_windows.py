@@ -62,7 +62,7 @@ def test_any_valid_schedule(family, execution, seed, checkpointing, pieces):
     check_parity(model, rows, schedule=schedule)
 
 
-@pytest.mark.essential("miniswe_b_drop")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["miniswe_b_drop", "tau_airline_a"])
 def test_real_trees(name):
     """Spines of forks and long shared prompts, cut to size."""
@@ -117,6 +117,7 @@ def test_executions_agree():
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.essential("qwen3_5_text")
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bailing_hybrid"])
 def test_a_split_run_equals_an_unsplit_run(family):
     """Seven microbatches and one give the same gradients."""

@@ -190,6 +190,7 @@ def test_changed_rows_reach_the_batch(tmp_path):
     assert first[0] == 7
 
 
+@pytest.mark.exhaustive
 def test_losses_see_prompts_of_one_column(tmp_path):
     """TRL's own loss reads nothing of them; a loss of the user's own gets them whole."""
     widths = {}

@@ -42,7 +42,7 @@ def test_samples_weigh_alike(loss, tmp_path):
     assert_follows(run, followed(run))
 
 
-@pytest.mark.essential("dapo")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", LOSSES)
 def test_episodes_weigh_alike(loss, tmp_path):
     """Two iterations on a generation batch, the second off policy; with an entropy bonus and a reference model."""
@@ -68,7 +68,7 @@ def test_truncated_rows(weight, tmp_path):
     assert_follows(run, followed(run))
 
 
-@pytest.mark.essential("episode")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("weight", ["sample", "episode"])
 def test_gmpo(weight, tmp_path):
     """GMPO's trainer, off policy and with a reference model."""

@@ -69,7 +69,7 @@ def trained(folder, monkeypatch, *, keeps=True, **options):
     return trainer, words
 
 
-@pytest.mark.essential("auto")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("execution", ["auto", "replay"])
 def test_a_first_step_is_not_scored_again(execution, tmp_path, monkeypatch):
     """Its losses see the generation's log-probs to the bit, and only states of trunks are computed before the

@@ -63,6 +63,7 @@ def play(model, engine, *, dense):
     assert turn.routed_experts is None
 
 
+@pytest.mark.exhaustive
 def test_transformers_engine(model):
     """Whatever is read together, kept, or read one by one."""
     for options in ({}, {"max_kept_bytes": 0}, {"single_tokens": 0}):

@@ -21,7 +21,7 @@ from harts_hf.rollouts.engines.vllm_server import ServerOptions, VLLMServerEngin
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model("qwen3_next").eval()
+    return tiny_model("qwen3_5_text").eval()
 
 
 @pytest.fixture
@@ -188,6 +188,7 @@ def test_corrupted_weights_are_found(model, server, corrupted):
         assert engine.probe_gap > 0.1
 
 
+@pytest.mark.exhaustive
 def test_scores_that_are_no_numbers(model, server):
     """NaN is above every limit."""
     trainer = Trainer(model, server)
@@ -224,6 +225,7 @@ def test_what_one_process_finds_every_process_raises(monkeypatch):
         pass
 
 
+@pytest.mark.exhaustive
 def test_a_probe_that_fails_is_not_taken_for_done(model, server):
     """The next call of the step probes again."""
     trainer = Trainer(model, server)
