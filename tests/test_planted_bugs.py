@@ -65,7 +65,7 @@ def parity(plant: Callable[[Any], None], *, family: str = "qwen3_5_text", depth:
 
 
 def training(plant: Callable[[Any], None], name: str, *, file: str = CONTRACT, test: str = "test_grpo") -> Case:
-    """Caught by the parameters after three steps of TRL's trainer on the same rollouts, under the options ``name``."""
+    """Caught by the parameters after some steps of TRL's trainer on the same rollouts, under the options ``name``."""
     return Case(plant=plant, file=file, test=test, arguments={"name": name}, failure=WRONG_TRAINING)
 
 

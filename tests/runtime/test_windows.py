@@ -43,7 +43,7 @@ def test_activation_checkpointing(family, execution):
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=16)
 @given(
     family=st.sampled_from(FAMILIES),
     execution=st.sampled_from(EXECUTIONS),

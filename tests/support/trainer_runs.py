@@ -22,7 +22,7 @@ _STOCK: dict[tuple, tuple] = {}
 def run_trainer(
     trainer_class: type, config_class: type, folder: Path, *, family: str = "qwen3_5_text", **options: Any
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], Any]:
-    """Trains a fresh float64 model; returns its parameters, its log history and the trainer.
+    """Trains a fresh float64 model for two steps; returns its parameters, its log history and the trainer.
 
     A stock trainer runs once for equal options, unless these have a state (callbacks, adapters, data sets).
     """
@@ -52,7 +52,7 @@ def _run(trainer_class: type, config_class: type, folder: Path, family: str, opt
     trainer = trainer_class(
         model,
         recorded.recorded_reward,
-        args=config_class(**recorded.arguments(folder, **options)),
+        args=config_class(**recorded.arguments(folder, **{"max_steps": 2, **options})),
         train_dataset=dataset,
         processing_class=recorded.tokenizer(),
         callbacks=callbacks,

@@ -33,7 +33,7 @@ def written(folder, rows):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "options", [{}, EPOCHS, {"loss_type": "grpo", **DRIFT}], ids=["three-steps", "two-epochs", "several-iterations"]
+    "options", [{}, EPOCHS, {"loss_type": "grpo", **DRIFT}], ids=["two-steps", "two-epochs", "several-iterations"]
 )
 def test_rescored_is_stock_trl(options, tmp_path):
     """Parameters and metrics of GRPOTrainer on the same rollouts; their recorded log-probs play no part."""
