@@ -37,10 +37,10 @@ OPTIONS = {
     "entropy": {"entropy_coef": 0.05},
     "router": {"router_aux_loss_coef": 0.3},
     "evaluated": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
-    # Ten updates of the bias of the experts, of loads that all ranks count; float64, so that no token's experts flip.
+    # Four updates of the bias of the experts, of loads that all ranks count; float64, so that no token's experts flip.
     "bias": {
         "tree_expert_bias_update_speed": SPEED,
-        "max_steps": 10,
+        "max_steps": 4,
         "learning_rate": 0.005,
         "gradient_accumulation_steps": 1,
     },
@@ -137,7 +137,7 @@ def run(case: str, folder: Path) -> dict:
     from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 
     backend, family, kind, *options = case.split(":")
-    arguments = recorded.arguments(folder, **{"router_aux_loss_coef": 0.0, **KINDS[kind]})
+    arguments = recorded.arguments(folder, **{"router_aux_loss_coef": 0.0, "max_steps": 2, **KINDS[kind]})
     for option in options:
         arguments |= {k: v for k, v in OPTIONS[option].items() if kind != "stock" or not k.startswith("tree_")}
     arguments |= {k: v for k, v in backend_options(backend).items() if k not in arguments}
