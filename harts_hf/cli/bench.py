@@ -84,7 +84,7 @@ def _check_one_process() -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             f"expected one process, got WORLD_SIZE={os.environ['WORLD_SIZE']}: several GPUs are measured by "
-            "`python -m benchmarks.gpu run ranks` (docs/ranks.md)"
+            "`python -m benchmarks.ranks` (docs/ranks.md)"
         )
 
 

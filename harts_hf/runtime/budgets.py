@@ -11,8 +11,17 @@ MARGIN = 0.1
 # Parts of what is left for rows: the limit of handed bytes, if one is asked for, by the planner's count, which is two
 # to five times too high (docs/windows.md); and what is kept for handed states and for reading prefixes.
 HANDED, KEPT = 1 / 4, 3 / 16
-# Most rows of a microbatch: more of them have not been tried, and the GPU is as busy with fewer.
-MOST_ROWS = 65_536
+# Most rows of a microbatch: somewhat more than have been tried (91,408); the GPU is as busy with fewer.
+MOST_ROWS = 131_072
+# Elements that 32-bit offsets reach. Our kernels count in 64 bits; FLA's do not in every release, and their largest
+# tensor is of the states of a group of chunk nodes, up to a quarter more than the rows fill (default_group_size).
+REACHED, REPLAYED = 2**31, 1.25
+
+
+_SIZE = re.compile(
+    r"\s*(?P<number>(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*(?:(?P<unit>[KMGT])(?P<binary>I?))?B?\s*",
+    re.IGNORECASE | re.ASCII,
+)
 
 
 class DoesNotFitError(ValueError):
@@ -65,13 +74,23 @@ def fitting_budget(rows: RowBytes, room: float, *, offload: bool = False, reason
             f"for the head, {_size(rows.row)} per row), got {_size(room) if room > 0 else 'nothing left'}: take "
             "activation checkpointing, another optimizer, adapters, or more processes that share the model"
         )
-    number = _rounded(min(int(count), MOST_ROWS))
+    number = _rounded(min(int(count), most_rows(rows.state_elements)))
     return Budget(
         max_tokens=number,
         max_graph_tokens=number,
         max_handoff_bytes=None if offload else int(left * HANDED),
         reason=reason,
     )
+
+
+def most_rows(state_elements: int) -> int:
+    """The largest limit of rows, whatever the memory.
+
+    Args:
+        state_elements: of the state of a chunk node in a linear layer; 0 if there is none.
+    """
+    reached = int(REACHED * CHUNK_SIZE / REPLAYED / state_elements) if state_elements else MOST_ROWS
+    return min(MOST_ROWS, reached)
 
 
 def _size(count: float) -> str:
@@ -89,24 +108,23 @@ def _rounded(count: int) -> int:
 
 
 def parse_bytes(name: str, text: str) -> float:
-    """Bytes of a text such as 141GB, 80 GiB or 1.5e11.
+    """Bytes of a text such as 141GB, 80 GiB, 1.5e11 or 1.41e+11 (as Python prints it).
 
     Args:
         name: of the option, for the error.
         text: a number, and a unit.
 
     Raises:
-        ValueError: another text, or no number above 0.
+        ValueError: another text, or a size that is not finite or below one byte.
     """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?)(I?)(B?)\s*", str(text), re.IGNORECASE)
-    try:
-        number = float(found[1]) if found else 0.0
-    except ValueError:
-        number = 0.0
-    if found is None or not 0 < number < float("inf"):
+    found = _SIZE.fullmatch(str(text))
+    size = 0.0
+    if found is not None:
+        power = " KMGT".index((found["unit"] or " ").upper())
+        size = float(found["number"]) * (1024 if found["binary"] else 1000) ** power
+    if not 1 <= size < float("inf"):
         raise ValueError(f"expected {name} to be a size such as 141GB or 80GiB, got {text!r}")
-    power = " KMGT".index(found[2].upper() or " ")
-    return number * (1024 if found[3] else 1000) ** power
+    return size
 
 
 def limited(config: PlannerConfig, rows: int, graph: int | None = None) -> PlannerConfig:
@@ -138,10 +156,11 @@ def limited_to(config: PlannerConfig, schedule: Schedule, *, with_graphs: bool) 
         return limited(config, rows)
     ranks = range(schedule.config.world_size)
     alive = max(int(schedule.memory_counts(rank).graph_rows.max(initial=0)) for rank in ranks)
-    # With execution="auto" the limit follows that of a microbatch, and halves with it, if it is not set.
+    # With execution="auto" the limit follows that of a microbatch, and halves with it, if it is not set. Nested
+    # windows without a limit may have the graphs of any number of trunks alive, however small microbatches are.
     limit = schedule.config.max_graph_tokens
-    follows = config.max_graph_tokens is None and (limit is None or 2 * alive > limit)
-    return limited(config, rows, None if follows else alive)
+    is_bounded = schedule.config.execution != "nested" if limit is None else 2 * alive > limit
+    return limited(config, rows, None if config.max_graph_tokens is None and is_bounded else alive)
 
 
 def halved(config: PlannerConfig) -> PlannerConfig | None:

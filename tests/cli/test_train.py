@@ -345,6 +345,19 @@ def test_settings_that_cannot_work(arguments, message, capsys):
     assert message in refused(capsys, TINY, *arguments)
 
 
+def test_a_model_that_deepspeed_does_not_build(monkeypatch, capsys):
+    """Its own reasons are no fault of the recipe's model_config."""
+
+    def fails(*given, **options):
+        raise AssertionError("Check batch related parameters.")
+
+    monkeypatch.setattr("harts_hf.cli.policy.is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr("harts_hf.cli.policy.AutoModelForCausalLM.from_config", fails)
+    said = refused(capsys, TINY)
+    assert "expected DeepSpeed to build a bailing_hybrid in parts" in said
+    assert "got AssertionError: Check batch related parameters." in said and "to be fields of" not in said
+
+
 def test_a_recipe_must_be_there_and_a_mapping(tmp_path, capsys):
     """Files that are no recipe are named."""
     assert "nowhere.yaml" in refused(capsys, tmp_path / "nowhere.yaml")

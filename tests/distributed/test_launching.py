@@ -1,4 +1,4 @@
-"""`harts train` behind real launchers: two processes where two are asked for, or a refusal."""
+"""`harts train` on two processes, behind a real launcher and with DeepSpeed; one that starts one: test_launchers.py."""
 
 import json
 import os
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+from support.launching import run_processes
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -50,3 +52,19 @@ def test_two_processes_train(tmp_path):
     entries = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     # Two trees of four leaves on each process; of each leaf at least prompt, a call and an end.
     assert len(entries) == 2 and min(entry["tree/expanded_tokens"] for entry in entries) > 16 * 4
+
+
+@pytest.mark.distributed
+@pytest.mark.exhaustive
+def test_zero3_by_an_option(tmp_path):
+    """A model with random weights, built in parts by two processes on CPUs; what is saved is whole."""
+    settings = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    file, out = tmp_path / "zero3.json", tmp_path / "out"
+    file.write_text(json.dumps({**settings, **dict.fromkeys(sizes, "auto")}))
+    options = [*SMALL, "--deepspeed", file, "--output_dir", out]
+    run_processes(ROOT / "harts_hf" / "cli" / "__main__.py", "train", ROOT / "recipes" / "tiny_grpo.yaml", *options)
+    logs = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(logs) == 2 and all(log["tree/sharing_ratio"] > 1 for log in logs)
+    with safe_open(out / "model.safetensors", "pt") as weights:
+        assert all(weights.get_tensor(name).numel() > 0 for name in weights.keys())  # noqa: SIM118 - no dictionary
