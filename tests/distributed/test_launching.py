@@ -1,4 +1,4 @@
-"""`harts train` on two processes, behind a real launcher and with DeepSpeed; one that starts one: test_launchers.py."""
+"""`harts train` on two processes, by a real launcher and with DeepSpeed; one that starts one: test_launchers.py."""
 
 import json
 import os
