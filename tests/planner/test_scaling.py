@@ -3,7 +3,6 @@
 Work is counted, not timed: calls of functions (Python's and C's), and elements that NumPy calls are given.
 """
 
-import gc
 import sys
 from collections.abc import Callable
 
@@ -42,14 +41,11 @@ def calls_of(work: Callable[[], object]) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
-    gc.collect()  # what other tests left would be finalised, and counted, inside
-    gc.disable()
     sys.setprofile(profile)
     try:
         work()
     finally:
         sys.setprofile(None)
-        gc.enable()
     return count
 
 
