@@ -151,7 +151,8 @@ def test_report_counts_what_is_shared(models, rollouts, tmp_path, capsys):
     alone = tmp_path / "alone.jsonl"
     alone.write_text("\n".join(json.dumps({"group": 0, "token_ids": row}) for row in rows))
     arguments = ("--model", models / "qwen3_5_text", "--draws", 1, "--no-oracle")
-    status, output = run(*arguments, alone, capsys=capsys)
+    status, output = run(*arguments, "--json", tmp_path / "alone.json", alone, capsys=capsys)
+    assert not json.loads((tmp_path / "alone.json").read_text())["passed"]
     assert status == 1 and "NOTHING IS SHARED" in output.out
     assert output.out.splitlines()[-1].startswith("NOTHING SHARED: ") and "PASS" not in output.out
     status, output = run(*arguments, rollouts, capsys=capsys)
