@@ -22,7 +22,6 @@ from harts_hf.rollouts.gateway.episodes import (
     group_prompts,
     metrics_of,
     request_seeds,
-    seed_of,
     task_seed,
 )
 from harts_hf.rollouts.gateway.runs import AgentJob, AgentRuns
@@ -153,7 +152,7 @@ class AgentRolloutCollector:
         trees = [group - groups[0] for group in groups]
         shared = self._seeds(trainer)
         own = (*shared, rank)
-        with open_engine(trainer, seed=seed_of(own)) as engine:
+        with open_engine(trainer) as engine:
             read_before = engine.num_read_tokens
             sessions = self._open_sessions(len(prompts), self._sources.source(trainer, engine), own)
             task_seeds = [task_seed(shared, group) for group in groups]
