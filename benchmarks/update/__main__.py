@@ -7,7 +7,9 @@
 
 A task is a workload and which of its steps; what the result file has already is not run again, and nothing is begun
 that may not end within ``--seconds``. So a call takes what it can, and the next one goes on. Sides that take long run
-on some steps of a workload only (`workloads.py`) and are scaled by tokens in its total, which says so.
+on some steps of a workload only (`workloads.py`) and are scaled by tokens in its total, which says so. Sizes of
+baselines are those that were fastest on the file's first step; the tree's microbatch is the smallest of the budgets
+that holds the step, or the largest. Before the first step all sides make one on a few trajectories, which compiles.
 """
 
 import argparse
@@ -15,11 +17,13 @@ import gc
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks.gpu import record
 from benchmarks.update.models import MODELS, build, skew_routers
@@ -28,12 +32,14 @@ from harts_hf.bench.about import about_machine
 from harts_hf.bench.measure import measure_step
 from harts_hf.bench.plot import plot_rows
 from harts_hf.bench.report import row_of, table_of, total_of
-from harts_hf.bench.results import BenchOptions
+from harts_hf.bench.results import BASELINES, BenchOptions
 from harts_hf.bench.rollouts import StepRollouts
 from harts_hf.bench.sides import TREE, common_arguments
 from harts_hf.bench.subject import add_lora, word_tokenizer
 from harts_hf.modeling import vocab_size_of
+from harts_hf.trainers import TreeGRPOConfig
 
+WARM_TOKENS = 16384
 RESULTS = Path(__file__).parents[1] / "results" / "update_h200.json"
 
 
@@ -58,8 +64,8 @@ def run(options: argparse.Namespace) -> None:
         activation_checkpointing=variant.get("checkpointing", True),
         activation_checkpointing_kwargs={"use_reentrant": False}, router_aux_loss_coef=0.0,
     )  # fmt: skip
-    fixed: dict[str, dict[str, int]] = {}
     took = 0.0
+    is_warm = False
     for task in tasks_of(options.tasks, options.shapes, dry=dry):
         key = {"model": options.model, "workload": task.workload, "step": task.step, "variant": options.variant}
         if any(key.items() <= row.items() for row in result["rows"]):
@@ -73,15 +79,18 @@ def run(options: argparse.Namespace) -> None:
         kinds = tuple(options.sides or kinds_of(task))
         bench = BenchOptions(
             budgets=tuple(options.budgets), batch_sizes=tuple(options.batch_sizes), kinds=kinds,
-            steps=options.steps, seconds_per_side=options.max_seconds, fixed=fixed.get(task.workload, {}),
-            old_log_probs=variant.get("old_log_probs", False), baseline_elsewhere=kinds == (TREE,),
+            steps=options.steps, steps_of=dict.fromkeys(BASELINES, options.baseline_steps),
+            seconds_per_side=options.max_seconds, old_log_probs=variant.get("old_log_probs", False),
+            baseline_elsewhere=kinds == (TREE,), parity_tokens=options.parity_tokens, is_warm=True,
         )  # fmt: skip
         try:
-            measured = measure_step(
-                model, rollouts, args, word_tokenizer(), bench, progress=lambda text: print(text, flush=True)
-            )
+            if not is_warm:
+                warm_up(model, rollouts, args, bench)
+                is_warm = True
+            rows = [row for row in result["rows"] if row["model"] == options.model]
+            bench = replace(bench, **known_of(rows, rollouts.tree.num_tokens, bench.budgets))
+            measured = measure_step(model, rollouts, args, word_tokenizer(), bench, progress=said_since(begun))
             row = row_of(measured, **key)
-            fixed[task.workload] = {kind: side.setting.size for kind, side in measured.sides.items()}
             result["rows"].append(row)
             print(table_of(row), flush=True)
         except Exception:
@@ -92,6 +101,32 @@ def run(options: argparse.Namespace) -> None:
         if not dry:
             torch.cuda.empty_cache()
         took = time.monotonic() - begun
+
+
+def warm_up(model: nn.Module, rollouts: StepRollouts, args: TreeGRPOConfig, bench: BenchOptions) -> None:
+    """A step of every side on a few trajectories."""
+    begun = time.monotonic()
+    few = replace(bench, budgets=bench.budgets[:1], batch_sizes=(1,), steps=1, is_warm=False, stages=False)
+    measured = measure_step(model, rollouts.part(WARM_TOKENS), args, word_tokenizer(), few, progress=said_since(begun))
+    print(f"warm, {time.monotonic() - begun:.0f} s; parity {measured.parity.to_dict()}", flush=True)
+
+
+def known_of(rows: Sequence[dict[str, Any]], unique_tokens: int, budgets: Sequence[int]) -> dict[str, Any]:
+    """What earlier steps of a model say of a later one: sizes, and seconds of a microbatch whatever is in it."""
+    if not rows:
+        return {}
+    sizes: dict[str, int] = {}
+    for row in rows:  # the first that has a side has tried all its sizes
+        for kind, side in row["sides"].items():
+            sizes.setdefault(kind, int(side["setting"].rsplit(" ", 1)[1]))
+    sizes[TREE] = next((budget for budget in sorted(budgets) if budget >= unique_tokens), max(budgets))
+    constants = next((row["microbatch_seconds"] for row in rows if row.get("microbatch_seconds")), {})
+    return {"fixed": sizes, "microbatch_seconds": constants}
+
+
+def said_since(begun: float) -> Callable[[str], None]:
+    """Says what is done, and since when."""
+    return lambda text: print(f"{time.monotonic() - begun:.0f} s: {text}", flush=True)
 
 
 def merge(parts: Sequence[dict[str, Any]], old: dict[str, Any]) -> dict[str, Any]:
@@ -134,11 +169,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs.add_argument("--model", choices=MODELS, default="ling-3.0-tiny")
     runs.add_argument("--variant", choices=VARIANTS, default="plain")
     runs.add_argument("--sides", nargs="+", help="in place of those that the workload says")
-    runs.add_argument("--budgets", type=int, nargs="+", default=[16384, 32768, 65536], help="tokens of a microbatch")
-    runs.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4], help="of stock trainers")
+    runs.add_argument("--budgets", type=int, nargs="+", default=[16384, 32768, 65536, 98304], help="of a microbatch")
+    runs.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2], help="of stock trainers")
     runs.add_argument("--shapes", type=Path, required=True)
     runs.add_argument("--out", type=Path, required=True)
     runs.add_argument("--steps", type=int, default=5)
+    runs.add_argument("--baseline-steps", type=int, default=5)
+    runs.add_argument("--parity-tokens", type=int, default=65536, help="mixtures of experts are compared on")
     runs.add_argument("--seconds", type=float, default=540.0, help="of the call")
     runs.add_argument("--max-seconds", type=float, default=60.0, help="of a side's timed steps")
     runs.add_argument("--dry-run", action="store_true")

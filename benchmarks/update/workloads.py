@@ -24,13 +24,13 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {
-    "miniswe_b_drop": Workload(1, unshared=(0, 1, 2, 3), stock=(0,)),
-    "tau_airline_b": Workload(5, unshared=(0,)),
-    "nemo_qwen3think_b_drop": Workload(5),
-    "tot_game24": Workload(25, unshared=(0, 1)),
-    "vmcts_dafny_bst": Workload(10),
-    "anyswe_a": Workload(4),
-    "tau_airline_a": Workload(25),
+    "miniswe_b_drop": Workload(1, unshared=(0, 1, 4, 5, 12, 14), stock=(0, 14)),
+    "tau_airline_b": Workload(1, unshared=(0, 1), stock=(1,)),
+    "nemo_qwen3think_b_drop": Workload(5, stock=()),
+    "tot_game24": Workload(10, unshared=(0, 1), stock=()),
+    "vmcts_dafny_bst": Workload(5, stock=()),
+    "anyswe_a": Workload(4, stock=()),
+    "tau_airline_a": Workload(5, unshared=(0, 1), stock=()),
 }
 # Beside the plain step: SGD, full parameters, recorded labels, no old log-probs.
 VARIANTS: dict[str, dict[str, Any]] = {

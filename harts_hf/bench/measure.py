@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,13 +11,18 @@ from torch import nn
 from harts_hf.bench import sides
 from harts_hf.bench.clipping import Clipping, measure_clipping
 from harts_hf.bench.collapsing import collapse
+from harts_hf.bench.comparing import SMALLEST, compare_on_same_routes, compared_step, settings_on_same_routes
 from harts_hf.bench.ideal import Ideal, Work, ideal_step, microbatch_constant
-from harts_hf.bench.parity import StepResult, compare, sketch_gradients
+from harts_hf.bench.parity import Parity, StepResult, compare, differences_of
 from harts_hf.bench.results import BASELINES, BenchOptions, StepMeasured, Timed
 from harts_hf.bench.rollouts import StepRollouts
 from harts_hf.bench.sides import COLLAPSED, PACKED, TREE, Setting, Side, build_side
 from harts_hf.bench.stages import StageClock
+from harts_hf.modeling import find_routers
 from harts_hf.trainers import TreeGRPOConfig
+
+# Where nothing is left to compile, the step in which a side is tried is a timed one if so many fill its time.
+LONG = 5
 
 
 def measure_step(
@@ -62,6 +68,7 @@ class _Bench:
         self.timed: dict[str, Timed] = {}
         self.results: dict[str, StepResult] = {}
         self.failures: dict[str, str] = {}
+        self.microbatch_seconds: dict[str, float] = {}
         self.decision = ""
 
     def run(self) -> StepMeasured:
@@ -73,21 +80,38 @@ class _Bench:
         for kinds in needed:
             if not any(kind in self.chosen for kind in kinds):
                 raise ValueError(f"expected a setting of {', '.join(kinds)} that runs, got {self.failures}")
-        judged = self._judged()
-        dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
-        parity = compare(self.results, judged, dtype)
+        parity = self._parity()
         if parity.passed:
             for number in range(self.options.steps):
                 for kind, side in self.chosen.items():
-                    if sum(self.timed[kind].seconds) < self.options.seconds_per_side or not self.timed[kind].seconds:
+                    done = self.timed[kind].seconds
+                    wanted = min(self.options.steps_of.get(kind, self.options.steps), self.options.steps)
+                    if not done or (len(done) < wanted and sum(done) < self.options.seconds_per_side):
                         self.progress(f"step {number + 1} of {self.options.steps}: {side.setting.label}")
                         self._time(side, self.timed[kind])
         clippings = self._clippings()
         ideals = self._ideals() if parity.passed and self.options.stages else {}
         return StepMeasured(
             rollouts=self.rollouts, sides=self.timed, failures=self.failures, parity=parity, ideals=ideals,
-            clippings=clippings, decision=self.decision,
+            microbatch_seconds=self.microbatch_seconds, clippings=clippings, decision=self.decision,
         )  # fmt: skip
+
+    def _parity(self) -> Parity:
+        """The verdict on what was run, or, on a mixture of experts, on some or all of it on the same routes."""
+        dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
+        if not find_routers(self.model):
+            return compare(self.results, self._judged(), dtype)
+        part = self.rollouts.part(self.options.parity_tokens or self.rollouts.num_tokens)
+        settings = settings_on_same_routes(
+            [side.setting for side in self.chosen.values()], part, max(self.options.budgets)
+        )
+        verdict = compare_on_same_routes(
+            self.model, part, self.args, self.tokenizer, settings, dtype, optimizer=self.optimizer,
+            old_log_probs=self.options.old_log_probs, progress=self.progress,
+        )  # fmt: skip
+        self._collect()
+        own = differences_of(self.results, next(iter(self.results))) if self.results else {}
+        return replace(verdict, own_routes=own)
 
     def _judged(self) -> list[str]:
         """The results that have to agree with the first baseline.
@@ -106,7 +130,7 @@ class _Bench:
         kind = PACKED if PACKED in self.chosen else TREE
         if len(baselines) < 2 and kind in self.chosen and (kind == PACKED or not baselines):
             rows = self.rollouts.tree.num_tokens if kind == TREE else self.rollouts.num_tokens
-            half = Setting(kind=kind, size=max(64, min(self.chosen[kind].setting.size, rows) // 2))
+            half = Setting(kind=kind, size=max(SMALLEST, min(self.chosen[kind].setting.size, rows) // 2))
             self.progress(f"comparing with {half.label}")
             if half.label not in self.results:
                 self._try(half, self.timed[kind], again=False)
@@ -133,6 +157,9 @@ class _Bench:
             self._collect()
             if seconds < best:
                 best, timed.setting, self.chosen[kind] = seconds, setting, side
+                timed.forget()
+                if self.options.is_warm and seconds >= self.options.seconds_per_side / LONG:
+                    self._note(side, timed)
             elif kind in sides.STOCK_KINDS:
                 break  # larger batches pad more
         if kind in self.chosen and timed is not None:
@@ -148,26 +175,25 @@ class _Bench:
         if self.optimizer is None:
             side.trainer.create_optimizer()
             self.optimizer = side.trainer.optimizer
-        sketches: list[dict[str, torch.Tensor]] = []
-        side.clock.on_gradients = lambda: sketches.append(sketch_gradients(side.trainer.model))
-        log = side.step()
-        side.clock.on_gradients = None
+        result = compared_step(side)
         first = side.clock.seconds
         # TRL's means over a batch's rows depend on which rows are in it, and rows that fill a batch up change the
         # advantages' scale, so batches of one row are compared.
         if setting.kind not in sides.STOCK_KINDS or setting.size == 1:
-            self.results[setting.label] = StepResult(
-                sketch=sketches[0], grad_norm=log.get("grad_norm"), loss=log["loss"], entropy=log["entropy"]
-            )
+            self.results[setting.label] = result
         if side.clock.report is not None:
             timed.microbatches[setting.label] = len(side.clock.report.window.schedule.microbatches)
-        if again and first < self.options.seconds_per_side:
+        if again and first < self.options.seconds_per_side / (LONG if self.options.is_warm else 1):
             side.step()
         side.clock.report = None
         return side, side.clock.seconds
 
     def _time(self, side: Side, timed: Timed) -> None:
-        log = side.step()
+        side.step()
+        self._note(side, timed)
+
+    def _note(self, side: Side, timed: Timed) -> None:
+        """What the side's latest step took."""
         clock = side.clock
         timed.seconds.append(clock.seconds)
         timed.phases_of_steps.append(clock.phases)
@@ -176,7 +202,7 @@ class _Bench:
         if clock.clocks:
             timed.clocks.append(clock.clocks)
         clock.report = None
-        timed.clip_fraction = log.get("clip_ratio/region_mean")
+        timed.clip_fraction = side.log.get("clip_ratio/region_mean")
 
     def _ideals(self) -> dict[str, Ideal]:
         for kind in (PACKED, COLLAPSED, TREE):
@@ -189,10 +215,13 @@ class _Bench:
             if kind in self.timed:
                 timed = self.timed[kind]
                 ran = [label for label, value in timed.tried.items() if not isinstance(value, str)]
-                constant = microbatch_constant(
-                    [timed.microbatches[label] for label in ran],
-                    [timed.tried[label] for label in ran],  # type: ignore[misc]
-                )
+                constant = self.options.microbatch_seconds.get(kind, 0.0)
+                if len(ran) > 1:
+                    constant = microbatch_constant(
+                        [timed.microbatches[label] for label in ran],
+                        [timed.tried[label] for label in ran],  # type: ignore[misc]
+                    )
+                self.microbatch_seconds[kind] = constant
                 assert timed.work is not None and tree.work is not None
                 found[kind] = ideal_step(timed.phases, timed.stages, constant, timed.work, tree.work)
         return found

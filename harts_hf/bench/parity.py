@@ -8,7 +8,7 @@ compared without a second copy of them.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ FLOORS = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # Baselines that differ among themselves by more than roundings could explain are no measure: what one of them has in
 # common with the tree may be wrong, or the gradient zero but for roundings (equal trajectories).
 CEILINGS = {torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.1}
+# On the same routes, routers choose otherwise only where two experts are nearly equal: at most so many choices.
+FLIP_CEILINGS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +55,26 @@ class Parity:
             ``entropy``.
         limits: of the tree's.
         failures: what is over its limit, of the tree and of baselines; empty if nothing.
+        routes: ``"own"``, or ``"same"`` where all sides were told which experts to take
+            (:mod:`harts_hf.bench.same_routes`).
+        flips: on the same routes, by side, the part of all choices that its routers would have made otherwise.
+        tokens: that were compared, of how many trajectories.
+        trajectories: see ``tokens``.
+        from_packed: on the same routes, gradients of sides of this package relative to the first without sharing: the
+            same kernels, so that sharing alone differs.
+        own_routes: on the same routes, the differences of whole steps in which every router chose for itself.
     """
 
     reference: str
     differences: dict[str, dict[str, float]]
     limits: dict[str, float]
     failures: list[str]
+    routes: str = "own"
+    flips: dict[str, float] = field(default_factory=dict)
+    tokens: int | None = None
+    trajectories: int | None = None
+    from_packed: dict[str, float] = field(default_factory=dict)
+    own_routes: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -110,20 +126,31 @@ def compare(results: Mapping[str, StepResult], judged: Sequence[str], dtype: tor
     baselines = [name for name in results if name not in judged]
     if not baselines:
         raise ValueError("expected a baseline to compare the tree with, got none")
-    reference = baselines[0]
-    differences = {
-        name: _differences(result, results[reference]) for name, result in results.items() if name != reference
-    }
+    differences = differences_of(results, baselines[0])
+    limits, failures = judge(differences, judged, dtype, reference=baselines[0])
+    return Parity(reference=baselines[0], differences=differences, limits=limits, failures=failures)
+
+
+def differences_of(results: Mapping[str, StepResult], reference: str) -> dict[str, dict[str, float]]:
+    """Of all other sides, relative to the reference."""
+    return {name: _differences(result, results[reference]) for name, result in results.items() if name != reference}
+
+
+def judge(
+    differences: Mapping[str, Mapping[str, float]], judged: Sequence[str], dtype: torch.dtype, *, reference: str
+) -> tuple[dict[str, float], list[str]]:
+    """Limits of what is judged, and what is over its own; arguments as :func:`compare` has them."""
+    baselines = [name for name in differences if name not in judged]
     known = dtype if dtype in FLOORS else torch.bfloat16
     floor, ceiling = FLOORS[known], CEILINGS[known]
     limits, failures = {}, []
     for what in ("gradients", "grad_norm", "entropy"):
-        noise = max((differences[name][what] for name in baselines[1:]), default=0.0)
+        noise = max((differences[name][what] for name in baselines), default=0.0)
         limits[what] = min(max(NOISE_FACTOR * noise, floor), ceiling) if math.isfinite(noise) else floor
         failures += [
             f"{what} of {name}, which shares nothing, differ from {reference}'s by {differences[name][what]:.2e}, at "
             f"most {ceiling:.0e} expected: one of them is wrong, or the gradient is nothing but roundings"
-            for name in baselines[1:]
+            for name in baselines
             if not differences[name][what] <= ceiling
         ]
         failures += [
@@ -132,7 +159,18 @@ def compare(results: Mapping[str, StepResult], judged: Sequence[str], dtype: tor
             for name in judged
             if not differences[name][what] <= limits[what]
         ]
-    return Parity(reference=reference, differences=differences, limits=limits, failures=failures)
+    return limits, failures
+
+
+def judge_flips(flips: Mapping[str, float], dtype: torch.dtype) -> list[str]:
+    """Sides whose routers disagree with the routes of another by more than near-ties."""
+    most = FLIP_CEILINGS.get(dtype, FLIP_CEILINGS[torch.bfloat16])
+    return [
+        f"routers of {name} would choose {part:.1%} of the experts otherwise, given the same before them, at most "
+        f"{most:.1%} expected"
+        for name, part in flips.items()
+        if not part <= most
+    ]
 
 
 def _differences(one: StepResult, other: StepResult) -> dict[str, float]:

@@ -63,6 +63,8 @@ def row_of(measured: StepMeasured, **about: Any) -> dict[str, Any]:
                 f"{name or 'baseline'}_peak_memory": timed.peak_memory,
                 f"speedup{suffix}": timed.median / ours.median,
             }
+    if measured.microbatch_seconds:
+        row["microbatch_seconds"] = measured.microbatch_seconds
     for kind, ideal in measured.ideals.items():
         suffix = "" if kind == PACKED else f"_{kind}"
         row |= {
@@ -198,7 +200,15 @@ def _parity(parity: Mapping[str, Any]) -> str:
         for kind in KINDS
     }
     said = ", ".join(f"{kind} {value:.1e}" for kind, value in largest.items() if value is not None)
-    return f"gradients differ from {parity['reference']}'s by {said} (at most {parity['limits']['gradients']:.1e})"
+    text = f"gradients differ from {parity['reference']}'s by {said} (at most {parity['limits']['gradients']:.1e})"
+    if parity["routes"] != "same":
+        return text
+    own = [one["gradients"] for one in parity["own_routes"].values()]
+    return (
+        f"{text}, all told to take the same experts, in {parity['trajectories']} trajectories of {parity['tokens']:,} "
+        f"tokens; {max(parity['flips'].values()):.2%} of the choices would be others"
+        + (f". Where routers choose for themselves, gradients differ by up to {max(own):.1e}" if own else "")
+    )
 
 
 def _median(values: Sequence[float]) -> float:
