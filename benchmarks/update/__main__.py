@@ -82,6 +82,7 @@ def run(options: argparse.Namespace) -> None:
             steps=options.steps, steps_of=dict.fromkeys(BASELINES, options.baseline_steps),
             seconds_per_side=options.max_seconds, old_log_probs=variant.get("old_log_probs", False),
             baseline_elsewhere=kinds == (TREE,), parity_tokens=options.parity_tokens, is_warm=True,
+            times_anyway=True,
         )  # fmt: skip
         try:
             if not is_warm:

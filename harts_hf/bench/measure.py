@@ -81,7 +81,8 @@ class _Bench:
             if not any(kind in self.chosen for kind in kinds):
                 raise ValueError(f"expected a setting of {', '.join(kinds)} that runs, got {self.failures}")
         parity = self._parity()
-        if parity.passed:
+        goes_on = parity.passed or self.options.times_anyway
+        if goes_on:
             for number in range(self.options.steps):
                 for kind, side in self.chosen.items():
                     done = self.timed[kind].seconds
@@ -90,7 +91,7 @@ class _Bench:
                         self.progress(f"step {number + 1} of {self.options.steps}: {side.setting.label}")
                         self._time(side, self.timed[kind])
         clippings = self._clippings()
-        ideals = self._ideals() if parity.passed and self.options.stages else {}
+        ideals = self._ideals() if goes_on and self.options.stages else {}
         return StepMeasured(
             rollouts=self.rollouts, sides=self.timed, failures=self.failures, parity=parity, ideals=ideals,
             microbatch_seconds=self.microbatch_seconds, clippings=clippings, decision=self.decision,

@@ -36,6 +36,8 @@ class BenchOptions:
         parity_tokens: mixtures of experts are compared on so many tokens of trajectories at most; None: on all.
         microbatch_seconds: by kind, what each microbatch takes whatever is in it, as an earlier step told: where a
             kind is tried with one size only, that cannot be measured.
+        times_anyway: whether steps are timed although sides did not train the same; whoever reads the result has to
+            look at its verdict.
         stages: whether to time attention, the rule and the head, in one more step of the tree and of each baseline.
 
     Raises:
@@ -54,6 +56,7 @@ class BenchOptions:
     baseline_elsewhere: bool = False
     parity_tokens: int | None = None
     microbatch_seconds: Mapping[str, float] = field(default_factory=dict)
+    times_anyway: bool = False
     stages: bool = True
 
     def __post_init__(self) -> None:
