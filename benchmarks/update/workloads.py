@@ -24,11 +24,11 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {
-    "miniswe_b_drop": Workload(1, unshared=(0, 1, 4, 5, 12, 14), stock=(0, 14)),
-    "tau_airline_b": Workload(1, unshared=(0, 1), stock=(1,)),
-    "nemo_qwen3think_b_drop": Workload(5, stock=()),
-    "tot_game24": Workload(10, unshared=(0, 1), stock=()),
-    "vmcts_dafny_bst": Workload(5, stock=()),
+    "miniswe_b_drop": Workload(1, unshared=(0, 1, 4, 5, 14), stock=(0, 14)),
+    "tau_airline_b": Workload(1, unshared=(0, 1), stock=()),
+    "nemo_qwen3think_b_drop": Workload(1, stock=()),
+    "tot_game24": Workload(5, unshared=(0, 1), stock=()),
+    "vmcts_dafny_bst": Workload(2, unshared=(0, 1), stock=()),
     "anyswe_a": Workload(4, stock=()),
     "tau_airline_a": Workload(5, unshared=(0, 1), stock=()),
 }
@@ -86,17 +86,21 @@ def steps_in(shapes: Path, name: str, *, dry: bool) -> list[list[RolloutGroup]]:
 
 
 class Task(NamedTuple):
-    """One step of a workload."""
+    """One step of a workload, in a variant."""
 
     workload: str
     step: int
+    variant: str = "plain"
 
 
 def tasks_of(words: Sequence[str], shapes: Path, *, dry: bool) -> list[Task]:
-    """``NAME``, ``NAME:3`` or ``NAME:0-3``, of any number of workloads."""
+    """``NAME``, ``NAME:3`` or ``NAME:0-3``, of any number of workloads, each with ``@VARIANT`` behind if not plain."""
     found = []
     for word in words:
-        name, _, steps = word.partition(":")
+        steps, _, variant = word.partition("@")
+        name, _, steps = steps.partition(":")
+        if variant and variant not in VARIANTS:
+            raise SystemExit(f"expected a variant of {', '.join(VARIANTS)}, got {variant!r}")
         if name not in WORKLOADS:
             raise SystemExit(f"expected a workload of {', '.join(WORKLOADS)}, got {name!r}")
         count = len(steps_in(shapes, name, dry=dry))
@@ -104,7 +108,7 @@ def tasks_of(words: Sequence[str], shapes: Path, *, dry: bool) -> list[Task]:
         chosen = range(int(first), int(last or first) + 1) if steps else range(count)
         if chosen and not 0 <= chosen[0] <= chosen[-1] < count:
             raise SystemExit(f"expected steps of {name} from 0 to {count - 1}, got {steps}")
-        found += [Task(name, step) for step in chosen]
+        found += [Task(name, step, variant or "plain") for step in chosen]
     return found
 
 

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,18 +10,14 @@ from torch import nn
 from harts_hf.bench import sides
 from harts_hf.bench.clipping import Clipping, measure_clipping
 from harts_hf.bench.collapsing import collapse
-from harts_hf.bench.comparing import SMALLEST, compare_on_same_routes, compared_step, settings_on_same_routes
+from harts_hf.bench.comparing import Comparison
 from harts_hf.bench.ideal import Ideal, Work, ideal_step, microbatch_constant
-from harts_hf.bench.parity import Parity, StepResult, compare, differences_of
+from harts_hf.bench.parity import Parity
 from harts_hf.bench.results import BASELINES, BenchOptions, StepMeasured, Timed
 from harts_hf.bench.rollouts import StepRollouts
 from harts_hf.bench.sides import COLLAPSED, PACKED, TREE, Setting, Side, build_side
 from harts_hf.bench.stages import StageClock
-from harts_hf.modeling import find_routers
 from harts_hf.trainers import TreeGRPOConfig
-
-# Where nothing is left to compile, the step in which a side is tried is a timed one if so many fill its time.
-LONG = 5
 
 
 def measure_step(
@@ -66,7 +61,6 @@ class _Bench:
         self.optimizer: Any = None
         self.chosen: dict[str, Side] = {}
         self.timed: dict[str, Timed] = {}
-        self.results: dict[str, StepResult] = {}
         self.failures: dict[str, str] = {}
         self.microbatch_seconds: dict[str, float] = {}
         self.decision = ""
@@ -98,51 +92,15 @@ class _Bench:
         )  # fmt: skip
 
     def _parity(self) -> Parity:
-        """The verdict on what was run, or, on a mixture of experts, on some or all of it on the same routes."""
         dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
-        if not find_routers(self.model):
-            return compare(self.results, self._judged(), dtype)
-        part = self.rollouts.part(self.options.parity_tokens or self.rollouts.num_tokens)
-        settings = settings_on_same_routes(
-            [side.setting for side in self.chosen.values()], part, max(self.options.budgets)
-        )
-        verdict = compare_on_same_routes(
-            self.model, part, self.args, self.tokenizer, settings, dtype, optimizer=self.optimizer,
-            old_log_probs=self.options.old_log_probs, progress=self.progress,
+        comparison = Comparison(
+            self.model, self.rollouts.part(self.options.parity_tokens), self.args, self.tokenizer,
+            optimizer=self.optimizer, old_log_probs=self.options.old_log_probs, progress=self.progress,
         )  # fmt: skip
-        self._collect()
-        own = differences_of(self.results, next(iter(self.results))) if self.results else {}
-        return replace(verdict, own_routes=own)
-
-    def _judged(self) -> list[str]:
-        """The results that have to agree with the first baseline.
-
-        What baselines differ by among themselves is the measure, so a single one is run in smaller microbatches, too.
-        A tree that is alone is compared with itself in smaller ones.
-        """
-        judged = [name for name in self.results if name.startswith(TREE)]
-        baselines = [name for name in self.results if name not in judged]
-        stock = [kind for kind in sides.STOCK_KINDS if kind in self.chosen]
-        if not baselines and stock:  # in larger batches only
-            single = Setting(kind=stock[0], size=1)
-            self.progress(f"comparing with {single.label}")
-            self._try(single, self.timed[stock[0]], again=False)
-            baselines = [single.label]
-        kind = PACKED if PACKED in self.chosen else TREE
-        if len(baselines) < 2 and kind in self.chosen and (kind == PACKED or not baselines):
-            rows = self.rollouts.tree.num_tokens if kind == TREE else self.rollouts.num_tokens
-            half = Setting(kind=kind, size=max(SMALLEST, min(self.chosen[kind].setting.size, rows) // 2))
-            self.progress(f"comparing with {half.label}")
-            if half.label not in self.results:
-                self._try(half, self.timed[kind], again=False)
-            if kind == TREE:
-                # First: the reference.
-                self.results = {half.label: self.results.pop(half.label), **self.results}
-                judged = [name for name in self.results if name.startswith(TREE) and name != half.label]
-        return judged
+        return comparison.verdict([side.setting for side in self.chosen.values()], max(self.options.budgets), dtype)
 
     def _choose(self, kind: str) -> None:
-        """The fastest setting of a kind, by one step after a first that compiles and is compared."""
+        """The fastest setting of a kind, by one step after a first that compiles."""
         settings = self.options.settings(kind, self.rollouts)
         timed, best = None, float("inf")
         for setting in settings:
@@ -159,7 +117,7 @@ class _Bench:
             if seconds < best:
                 best, timed.setting, self.chosen[kind] = seconds, setting, side
                 timed.forget()
-                if self.options.is_warm and seconds >= self.options.seconds_per_side / LONG:
+                if self.options.is_warm:
                     self._note(side, timed)
             elif kind in sides.STOCK_KINDS:
                 break  # larger batches pad more
@@ -176,15 +134,11 @@ class _Bench:
         if self.optimizer is None:
             side.trainer.create_optimizer()
             self.optimizer = side.trainer.optimizer
-        result = compared_step(side)
+        side.step()
         first = side.clock.seconds
-        # TRL's means over a batch's rows depend on which rows are in it, and rows that fill a batch up change the
-        # advantages' scale, so batches of one row are compared.
-        if setting.kind not in sides.STOCK_KINDS or setting.size == 1:
-            self.results[setting.label] = result
         if side.clock.report is not None:
             timed.microbatches[setting.label] = len(side.clock.report.window.schedule.microbatches)
-        if again and first < self.options.seconds_per_side / (LONG if self.options.is_warm else 1):
+        if again and first < self.options.seconds_per_side:
             side.step()
         side.clock.report = None
         return side, side.clock.seconds

@@ -27,13 +27,13 @@ class BenchOptions:
         steps: timed steps of each chosen side, at least 1.
         steps_of: by kind, fewer of them.
         seconds_per_side: a side whose timed steps took so long is not timed again.
-        is_warm: whether an earlier measurement has compiled all kernels. The step in which a side is tried then counts
-            as a timed one if it takes a fifth of ``seconds_per_side`` or longer.
+        is_warm: whether an earlier measurement has compiled all kernels: the step in which a side is tried last then
+            counts as a timed one.
         fixed: by kind, the one size that it is run with, such as what was fastest on an earlier step.
         old_log_probs: whether TRL scores old log-probs in each step.
-        baseline_elsewhere: whether other steps are compared with a baseline. Then the tree may be the only side, which
-            is compared with itself in smaller microbatches (a mixture of experts with ``packed`` all the same).
-        parity_tokens: mixtures of experts are compared on so many tokens of trajectories at most; None: on all.
+        baseline_elsewhere: whether other steps are timed with a baseline. Then the tree may be the only side; it is
+            compared with the one without sharing all the same.
+        parity_tokens: sides are compared on so many tokens of trajectories at most.
         microbatch_seconds: by kind, what each microbatch takes whatever is in it, as an earlier step told: where a
             kind is tried with one size only, that cannot be measured.
         times_anyway: whether steps are timed although sides did not train the same; whoever reads the result has to
@@ -54,7 +54,7 @@ class BenchOptions:
     fixed: Mapping[str, int] = field(default_factory=dict)
     old_log_probs: bool = False
     baseline_elsewhere: bool = False
-    parity_tokens: int | None = None
+    parity_tokens: int = 65536
     microbatch_seconds: Mapping[str, float] = field(default_factory=dict)
     times_anyway: bool = False
     stages: bool = True
@@ -75,7 +75,7 @@ class BenchOptions:
             )
         if self.steps < 1:
             raise ValueError(f"expected at least one timed step, got {self.steps}")
-        if self.parity_tokens is not None and self.parity_tokens < 1:
+        if self.parity_tokens < 1:
             raise ValueError(f"expected at least one token to compare, got {self.parity_tokens}")
         if not self.seconds_per_side > 0:
             raise ValueError(f"expected seconds per side above 0, got {self.seconds_per_side}")

@@ -66,7 +66,7 @@ def record_routes(
 
 
 class ReplayInStock:
-    """Makes the routers of an unpatched model take known routes, whatever rows it is given, until :meth:`remove`.
+    """Makes the routers of an unpatched model take known routes, whatever rows it is given, from now on.
 
     Args:
         model: unpatched; hooks are put on its causal language model and its routers.
@@ -80,14 +80,9 @@ class ReplayInStock:
         self._now: torch.Tensor | None = None  # [B * T, layers, k] of the batch that runs, -1 at padding
         self._counts: torch.Tensor | int = 0  # [2] choices that differ, and of how many
         base = causal_lm_of(model)
-        self._hooks = [base.register_forward_pre_hook(self._begin, with_kwargs=True)]
+        base.register_forward_pre_hook(self._begin, with_kwargs=True)
         for number, router in enumerate(find_routers(base)):
-            self._hooks.append(router.register_forward_hook(self._answer(number)))
-
-    def remove(self) -> None:
-        """Takes the hooks off again."""
-        for hook in self._hooks:
-            hook.remove()
+            router.register_forward_hook(self._answer(number))
 
     @property
     def flips(self) -> float:
@@ -122,3 +117,30 @@ class ReplayInStock:
             return logits, weights_at(router, logits, experts).to(weights.dtype), experts
 
         return replay
+
+
+class RoundedAgain:
+    """Rounds what comes out of each layer of a model once more, up or down by chance, from now on.
+
+    How far a gradient moves by that is the yardstick of what kernels that round differently may do to it: it grows
+    with the depth of a model as their differences do.
+
+    Args:
+        model: unpatched.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        for number, layer in enumerate(causal_lm_of(model).model.layers):
+            layer.register_forward_hook(self._rounding(number))
+
+    def _rounding(self, number: int) -> Any:
+        def rounded(_: Any, __: Any, answer: Any) -> Any:
+            hidden = answer[0] if isinstance(answer, tuple) else answer
+            # The same for the same layer and shape: checkpointing computes layers twice.
+            generator = torch.Generator(hidden.device).manual_seed(number)
+            up = torch.randint(0, 2, hidden.shape, generator=generator, device=hidden.device, dtype=torch.int8)
+            half = torch.finfo(hidden.dtype).eps / 2
+            moved = (hidden.double() * (1 + half * (2 * up.double() - 1))).to(hidden.dtype)
+            return (moved, *answer[1:]) if isinstance(answer, tuple) else moved
+
+        return rounded
