@@ -29,17 +29,17 @@ from pytest import MonkeyPatch
 from torch import nn
 
 from benchmarks.gpu import record
+from benchmarks.update.merging import merge
 from benchmarks.update.models import MODELS, build, skew_routers
 from benchmarks.update.workloads import VARIANTS, kinds_of, steps_in, tasks_of
 from harts_hf.bench.about import about_machine
 from harts_hf.bench.comparing import Comparison
 from harts_hf.bench.measure import measure_step
-from harts_hf.bench.parity import judge
 from harts_hf.bench.plot import plot_rows
-from harts_hf.bench.report import row_of, table_of, total_of
+from harts_hf.bench.report import row_of, table_of
 from harts_hf.bench.results import BASELINES, BenchOptions
 from harts_hf.bench.rollouts import StepRollouts
-from harts_hf.bench.sides import STOCK_KINDS, TREE, Setting, build_side, common_arguments
+from harts_hf.bench.sides import COLLAPSED, PACKED, STOCK_KINDS, TREE, Setting, build_side, common_arguments
 from harts_hf.bench.subject import add_lora, word_tokenizer
 from harts_hf.modeling import vocab_size_of
 from harts_hf.trainers import TreeGRPOConfig
@@ -149,6 +149,8 @@ def known_of(rows: Sequence[dict[str, Any]], unique_tokens: int, budgets: Sequen
     for row in rows:  # the first that has a side has tried all its sizes
         for kind, side in row["sides"].items():
             sizes.setdefault(kind, int(side["setting"].rsplit(" ", 1)[1]))
+    if PACKED in sizes:
+        sizes.setdefault(COLLAPSED, sizes[PACKED])
     sizes[TREE] = next((budget for budget in sorted(budgets) if budget >= unique_tokens), max(budgets))
     constants = next((row["microbatch_seconds"] for row in rows if row.get("microbatch_seconds")), {})
     return {"fixed": sizes, "microbatch_seconds": constants}
@@ -157,46 +159,6 @@ def known_of(rows: Sequence[dict[str, Any]], unique_tokens: int, budgets: Sequen
 def said_since(begun: float) -> Callable[[str], None]:
     """Says what is done, and since when."""
     return lambda text: print(f"{time.monotonic() - begun:.0f} s: {text}", flush=True)
-
-
-def merge(parts: Sequence[dict[str, Any]], old: dict[str, Any]) -> dict[str, Any]:
-    """Steps of several calls, each as measured last, and a total of each workload and variant behind them.
-
-    Raises:
-        SystemExit: a step whose parity check failed.
-    """
-    names = ("model", "workload", "step", "variant")
-    steps = {tuple(row[name] for name in names): row for row in old.get("rows", ()) if "step" in row}
-    for part in parts:
-        for row in part["rows"]:
-            row = judged_again(row)
-            if not row["parity"]["passed"]:
-                raise SystemExit(f"refused: {row['workload']} {row['step']}: {row['parity']['failures']}")
-            steps[tuple(row[name] for name in names)] = {**row, "commit": row.get("commit", part["commit"])}
-    by_workload: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for (model, workload, _, variant), row in sorted(steps.items(), key=lambda item: str(item[0])):
-        by_workload.setdefault((model, workload, variant), []).append(row)
-    totals = [
-        {**total_of(rows), "variant": variant, "commits": sorted({row["commit"] for row in rows})}
-        for (_, _, variant), rows in by_workload.items()
-    ]
-    last = parts[-1]
-    return {
-        "device": last["device"],
-        "versions": last["versions"],
-        "commit": last["commit"],
-        "failures": {key: value for part in parts for key, value in part["failures"].items()},
-        "rows": [*totals, *(row for rows in by_workload.values() for row in rows)],
-    }
-
-
-def judged_again(row: dict[str, Any]) -> dict[str, Any]:
-    """With the limits of today, which may be others than when it was measured."""
-    parity = row["parity"]
-    limits, failures = judge(
-        parity["differences"], parity["from_packed"], parity["flips"], torch.bfloat16, reference=parity["reference"]
-    )
-    return {**row, "parity": {**parity, "limits": limits, "failures": failures, "passed": not failures}}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
