@@ -21,14 +21,17 @@ MODELS = {
 DRY_EXPERTS = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
 
 
-def build(name: str, *, dry: bool) -> nn.Module:
-    """Random weights, in bf16 on the GPU; if ``dry``, few and tiny layers in float32 on the CPU."""
+def build(name: str, *, dry: bool, layers: int | None = None) -> nn.Module:
+    """Random weights, in bf16 on the GPU, the first ``layers`` alone if a number is given; if ``dry``, few and tiny
+    layers in float32 on the CPU."""
     family, whole = MODELS[name]
+    if layers is not None:
+        whole = {**whole, "num_hidden_layers": layers, "layer_types": whole["layer_types"][:layers]}
     torch.manual_seed(0)
     if dry:
         small = {key: value for key, value in {**TINY, **DRY_EXPERTS, "vocab_size": 512}.items() if key in whole}
-        layers = {"num_hidden_layers": DRY_LAYERS, "layer_types": whole["layer_types"][:DRY_LAYERS]}
-        config = AutoConfig.for_model(family, **{**whole, **small, **layers})
+        few = {"num_hidden_layers": DRY_LAYERS, "layer_types": whole["layer_types"][:DRY_LAYERS]}
+        config = AutoConfig.for_model(family, **{**whole, **small, **few})
         return AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(

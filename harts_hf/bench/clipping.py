@@ -4,19 +4,15 @@ At the first step the policy is the one that sampled, so the ratio of its log-pr
 not where the old ones were computed elsewhere: by an engine, or by the trainer in other batches.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from harts_hf.bench.rollouts import StepRollouts
-
-# Differences of another source are taken for roundings up to this much of what batching differently does.
-ROUNDING_FACTOR = 3.0
-# A mean difference of so many of its own standard errors is no accident.
-STANDARD_ERRORS = 4.0
+from harts_hf.trainers.old_logprobs import LogRange, agreement_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,34 +68,13 @@ def clipping_of(mine: NDArray, other: NDArray, noise: float, epsilon: float, is_
         is_recorded: whether the source is not a trainer on the same weights.
     """
     known = ~np.isnan(other)
-    difference = (mine - other)[known]
-    count = int(known.sum())
-    if not count:
+    if not known.any():
         return Clipping(tokens=0, clipped=0.0, rms=0.0, mean=0.0, cause="no log-prob is known")
-    outside = (difference < math.log(1 - epsilon) if epsilon < 1 else np.zeros(count, bool)) | (
-        difference > math.log(1 + epsilon)
-    )
-    rms, mean = _rms(difference), float(difference.mean())
+    found = agreement_of(torch.from_numpy((mine - other)[known]), LogRange.of(epsilon, epsilon))
     return Clipping(
-        tokens=count, clipped=float(outside.mean()), rms=rms, mean=mean,
-        cause=_cause(rms, mean, count, noise) if is_recorded else "roundings: the same weights in other batches",
+        tokens=int(found.tokens), clipped=found.clipped, rms=found.rms, mean=found.mean,
+        cause=found.cause(noise) if is_recorded else "roundings: the same weights in other batches",
     )  # fmt: skip
-
-
-def _cause(rms: float, mean: float, count: int, noise: float) -> str:
-    if rms <= ROUNDING_FACTOR * noise:
-        return "roundings: as much as batching differently does here"
-    spread = math.sqrt(max(rms**2 - mean**2, 0.0) / count)
-    if abs(mean) > STANDARD_ERRORS * spread and abs(mean) > 0.25 * rms:
-        return (
-            f"one-sided ({mean:+.3g} nats on average), so no roundings: other weights, another temperature, or "
-            "log-probs of a truncated distribution"
-        )
-    return (
-        f"{rms / noise:.0f} times what batching differently does here: other weights, or an engine of lower precision"
-        if noise
-        else "other weights, or an engine of lower precision: batching differently changes nothing here"
-    )
 
 
 def _joined(rows: Sequence[NDArray], rollouts: StepRollouts) -> NDArray:

@@ -15,6 +15,7 @@ from harts_hf.cli.output import printable, replacing, write_json
 from harts_hf.cli.plan_report import DEFAULT_ROW_BYTES, plan_report
 from harts_hf.cli.plan_text import format_report
 from harts_hf.planner import CostModel, PlannerConfig
+from harts_hf.rollouts.files import RolloutFile
 
 if TYPE_CHECKING:
     from harts_hf.cli.plan_model import PlannedModel
@@ -56,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
         config,
         groups_per_step=options.groups_per_step,
         row_bytes=DEFAULT_ROW_BYTES if model is None else model.row_bytes,
+        scores=_has_old_logprobs(file) if options.scoring == "auto" else options.scoring == "needed",
     )
     print(format_report(report))
     if model is not None:
@@ -76,6 +78,10 @@ def main(argv: Sequence[str]) -> int:
             plot_plan(report, group, new)
         print(f"\nwrote {printable(options.plot)}")
     return 0
+
+
+def _has_old_logprobs(file: RolloutFile) -> bool:
+    return all(rollout.old_logprobs is not None for group in file.groups for rollout in group.rollouts)
 
 
 def _planned_model(options: argparse.Namespace) -> "PlannedModel":
@@ -113,6 +119,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunk-size", type=int, default=defaults.chunk_size, help="chunk of the linear rule")
     parser.add_argument("--sharing", default=defaults.sharing, help="auto, always or never (default: %(default)s)")
     parser.add_argument("--execution", default=defaults.execution, help="auto, replay, nested or keep")
+    parser.add_argument(
+        "--scoring",
+        choices=("auto", "needed", "skipped"),
+        default="auto",
+        help="whether log-probs are needed before a step's loss, as for a KL term or a second step on one generation "
+        "(default: where the file has old_logprobs, which are compared with; else not, as with TRL's defaults)",
+    )
     parser.add_argument(
         "--memory",
         metavar="SIZE",

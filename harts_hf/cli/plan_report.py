@@ -1,24 +1,26 @@
 """What `harts plan` finds: the gain over all groups, a row per group, what the planned steps do. Needs no torch."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from harts_hf.planner import (
+    LimitError,
     PlannerConfig,
     Schedule,
     build_chunk_tree,
     count_world,
     min_linear_calls,
     no_sharing_bound,
-    plan_window,
+    plan_step,
 )
 from harts_hf.planner.memory import MemoryCounts
 from harts_hf.planner.walk import FloatArray
 from harts_hf.rollouts.files import RolloutGroup
+from harts_hf.rollouts.recorded import tree_of_groups
 from harts_hf.tree import RolloutTree
 
 
@@ -95,11 +97,13 @@ class PlanReport:
 
     Attributes:
         groups: a row per group.
-        total: the row of all.
+        total: the row of all: of the trees of the steps, in which groups share what they begin with.
         schedules: of the steps that train all groups once, in the order of the file.
         drawn: index of the longest step.
         gain: over all of them.
         row_bytes: that the gain's memory was estimated with.
+        scores: whether the steps score before their losses.
+        raised: limits that no schedule of some step could meet, in words; these steps are planned with larger ones.
     """
 
     groups: list[dict[str, Any]]
@@ -108,6 +112,8 @@ class PlanReport:
     drawn: int
     gain: Gain
     row_bytes: RowBytes
+    scores: bool
+    raised: tuple[str, ...] = ()
 
     @property
     def schedule(self) -> Schedule:
@@ -130,6 +136,8 @@ class PlanReport:
             "max_tokens_per_microbatch": longest.config.max_tokens_per_microbatch,
             "steps": len(schedules),
             "execution": longest.execution,
+            "scores": self.scores,
+            "limits_raised": list(self.raised),
             "microbatches": sum(len(schedule.microbatches) for schedule in schedules),
             **{name: all_of(name) for name in ("forward_tokens", "backward_tokens", "replay_tokens")},
             **{name: peak(name) for name in ("peak_graph_tokens", "peak_handoff_tokens", "peak_handoff_bytes")},
@@ -164,32 +172,35 @@ def plan_report(
     *,
     groups_per_step: int | None = None,
     row_bytes: RowBytes = DEFAULT_ROW_BYTES,
+    scores: bool = False,
 ) -> PlanReport:
-    """Plans the steps that train all groups once.
+    """Plans the steps that train all groups once, as a tree trainer plans them.
 
     Args:
         groups: of a file.
-        config: of the planner.
+        config: of the planner. Limits that no schedule can meet are raised, as in training.
         groups_per_step: how many of them a step trains, in their order; None for all in one step.
         row_bytes: for the memory.
+        scores: whether log-probs are needed before a step's losses (``tree/scoring_needed_by``).
 
     Raises:
         ValueError: ``groups_per_step`` below 1.
     """
     if groups_per_step is not None and groups_per_step < 1:
         raise ValueError(f"expected --groups-per-step of at least 1, got {groups_per_step}")
-    rows = [_group_row(group.name, group.tree, config.chunk_size) for group in groups]
-    total: dict[str, Any] = {
-        "group": "all",
-        **{key: sum(row[key] for row in rows) for key in ("trajectories", "expanded", "unique", "replay")},
-        **{key: max(row[key] for row in rows) for key in ("depth", "calls", "calls (ends)")},
-    }
-    total["ratio"] = total["expanded"] / total["unique"]
+    size, raised = groups_per_step or len(groups), []
+    trees = [tree_of_groups(groups[first : first + size]) for first in range(0, len(groups), size)]
+
+    def on_raised(error: LimitError) -> None:
+        raised.append(f"{error}; planned with that, as training does")
+
     schedules, before = [], 0.0
-    for trees in _steps([group.tree for group in groups], groups_per_step):
-        schedule = plan_window(trees, config)
+    for tree in trees:
+        schedule = plan_step(tree, config, can_skip_scoring=not scores, on_raised=on_raised)
         schedules.append(schedule)
-        before += _seconds_without_sharing(trees, schedule)
+        before += _seconds_without_sharing(tree, schedule, config, scores)
+    rows = [_group_row(group.name, group.tree, config.chunk_size) for group in groups]
+    total = _total_row(trees, config.chunk_size)
     # Of a step, not of the file: a microbatch holds no more than one rank's part of it.
     largest = max(schedule.tree.num_expanded_tokens for schedule in schedules)
     alone = max(total["depth"], min(config.max_tokens_per_microbatch, -(-largest // config.world_size)))
@@ -210,23 +221,19 @@ def plan_report(
         drawn=seconds.index(max(seconds)),
         gain=gain,
         row_bytes=row_bytes,
+        scores=scores,
+        raised=tuple(dict.fromkeys(raised)),
     )
 
 
-def _steps(trees: list[RolloutTree], size: int | None) -> Iterator[list[RolloutTree]]:
-    size = size or len(trees)
-    for first in range(0, len(trees), size):
-        yield trees[first : first + size]
-
-
-def _seconds_without_sharing(trees: Sequence[RolloutTree], schedule: Schedule) -> float:
-    # A bound, not a plan: the gain is not flattered by how well trajectories happen to pack.
-    config = schedule.config
-    alone = no_sharing_bound(schedule.tree, config, schedule.execution)
+def _seconds_without_sharing(tree: RolloutTree, schedule: Schedule, config: PlannerConfig, scores: bool) -> float:
+    # A bound, not a plan: the gain is not flattered by how well trajectories happen to pack. Microbatches are those
+    # of the settings; nested trees have smaller ones.
+    alone = no_sharing_bound(tree, config, schedule.execution)
     if alone > schedule.estimated_seconds:
         return alone
     # The bound says nothing: many ranks, few trajectories, little to share.
-    return plan_window(trees, replace(config, sharing="never")).estimated_seconds
+    return plan_step(tree, replace(config, sharing="never"), can_skip_scoring=not scores).estimated_seconds
 
 
 def _peak(schedule: Schedule, rank: int, row_bytes: RowBytes) -> Memory:
@@ -236,6 +243,16 @@ def _peak(schedule: Schedule, rank: int, row_bytes: RowBytes) -> Memory:
         return Memory(activations=0.0)
     peak = int((activations + kept).argmax())
     return Memory(activations=float(activations[peak]), kept=float(kept[peak]))
+
+
+def _total_row(trees: Sequence[RolloutTree], chunk_size: int) -> dict[str, Any]:
+    rows = [_group_row("all", tree, chunk_size) for tree in trees]
+    total: dict[str, Any] = {
+        "group": "all",
+        **{key: sum(row[key] for row in rows) for key in ("trajectories", "expanded", "unique", "replay")},
+        **{key: max(row[key] for row in rows) for key in ("depth", "calls", "calls (ends)")},
+    }
+    return {**total, "ratio": total["expanded"] / total["unique"]}
 
 
 def _group_row(name: str, tree: RolloutTree, chunk_size: int) -> dict[str, Any]:

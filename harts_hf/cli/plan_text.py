@@ -35,7 +35,9 @@ def format_report(report: PlanReport) -> str:
         f"{plan['max_tokens_per_microbatch']:,} tokens"
         + (f" in {steps:,} steps" if steps > 1 else "")
         + f" on {counted(plan['world_size'], 'rank')}, {plan['execution']} execution"
-        + (" in the longest step" if steps > 1 else ""),
+        + (" in the longest step" if steps > 1 else "")
+        + (", scored before the loss" if plan["scores"] else ""),
+        *(f"limits raised: {words}" for words in report.raised),
         f"tokens: forward {plan['forward_tokens']:,}, backward {plan['backward_tokens']:,}, "
         f"replay {plan['replay_tokens']:,}",
         f"peaks: activations of {plan['peak_graph_tokens']:,} tokens; {plan['peak_handoff_tokens']:,} tokens, "

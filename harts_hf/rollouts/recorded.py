@@ -1,12 +1,13 @@
 """What a rollout file holds: trajectories in groups, and what became of its conversations."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from harts_hf.forest import concatenate_trees
 from harts_hf.tree import IntArray, RolloutTree
 
 
@@ -87,3 +88,16 @@ class RolloutFile:
         of = f"{self.num_conversations:,} conversations ({self.form})"
         lines = [f"{samples:,} samples of {of}, one per {self.samples_per}"]
         return [*lines, *(f"{number:,} {note}" for note, number in self.notes.items())]
+
+
+def tree_of_groups(groups: Sequence[RolloutGroup]) -> RolloutTree:
+    """One tree of all trajectories, in their order, as a training step merges them.
+
+    Of shapes, which have no tokens to compare, groups stay apart.
+
+    Raises:
+        ValueError: no group.
+    """
+    if len(groups) > 1 and all(group.shape is None for group in groups):
+        return RolloutTree.from_trajectories([one.token_ids for group in groups for one in group.rollouts])  # type: ignore[misc]
+    return concatenate_trees([group.tree for group in groups])

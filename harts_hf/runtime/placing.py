@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from harts_hf.planner import DEFAULT_COST, PlannerConfig
+from harts_hf.planner import DEFAULT_COST, PlannerConfig, executions_to_try
 from harts_hf.runtime.exchange import check_same_plan
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.ranks import Ranks
@@ -74,7 +74,7 @@ def place(
         tree = merge(own or [stand_in()])
         (chosen,) = _planners(planner, [can_skip_scoring], tree.num_tokens)
         return Placed(window=chosen(tree), planner=chosen, first=0, placement="local")
-    may_skip = _choices(planner, can_skip_scoring)
+    may_skip = executions_to_try(planner.config, can_skip_scoring=can_skip_scoring, num_ranks=ranks.count)
     if choice == "local":
         return _placed_locally(planner, may_skip, own or [stand_in()], ranks, merge)[0]
     everyone = ranks.gather_arrays(own)
@@ -104,11 +104,6 @@ def place(
 def exchange_seconds(num_rows: int) -> float:
     """What exchanging token ids, values and coefficients of so many rows is taken to cost."""
     return EXCHANGE_SECONDS + EXCHANGE_SECONDS_PER_ROW * num_rows
-
-
-def _choices(planner: WindowPlanner, can_skip_scoring: bool) -> list[bool]:
-    """Executions to choose from: on several ranks, nested ones may need so many dummies that replay is faster."""
-    return [False, True] if can_skip_scoring and planner.config.execution == "auto" else [can_skip_scoring]
 
 
 def _planners(planner: WindowPlanner, may_skip: Sequence[bool], num_rows: int) -> list[WindowPlanner]:

@@ -8,7 +8,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from harts_hf.errors import HartsWarning
-from harts_hf.planner import LimitError, PlannerConfig
+from harts_hf.planner import LimitError, PlannerConfig, with_execution_chosen
 from harts_hf.runtime.window import TreeWindow
 from harts_hf.tree import RolloutTree
 
@@ -44,25 +44,6 @@ class WindowPlanner:
             return TreeWindow(trajectories, config, vocab_size=self.vocab_size, rank=rank)
 
     def with_execution_chosen(self, *, can_skip_scoring: bool, num_rows: int) -> "WindowPlanner":
-        """The planner with another execution than "auto".
-
-        "auto" is "nested" where the scoring pass can be left out, with at most ``max_graph_tokens`` rows of graphs
-        alive (twice a microbatch if there is no such limit), and "replay" elsewhere. Nested windows that do not fit
-        into one microbatch have microbatches of at most half of those rows: the graph of a trunk is then kept while
-        its dependents run, and need not be computed again.
-
-        Args:
-            can_skip_scoring: whether the scoring pass can be left out.
-            num_rows: of the window (on several ranks, of an equal part of it).
-        """
-        config = self.config
-        if config.execution != "auto":
-            return self
-        if not can_skip_scoring:
-            return replace(self, config=replace(config, execution="replay"))
-        rows, graph = config.max_tokens_per_microbatch, config.max_graph_tokens
-        graph = 2 * rows if graph is None else graph
-        if num_rows > min(rows, graph):
-            rows = min(rows, max(config.chunk_size, graph // 2))
-        nested = replace(config, execution="nested", max_tokens_per_microbatch=rows, max_graph_tokens=graph)
-        return replace(self, config=nested)
+        """The planner with another execution than "auto": see :func:`harts_hf.planner.with_execution_chosen`."""
+        config = with_execution_chosen(self.config, can_skip_scoring=can_skip_scoring, num_rows=num_rows)
+        return replace(self, config=config)

@@ -36,3 +36,4 @@ class TreeGMPOTrainer(TreeAdvantages, TreeOffPolicy, TreeEpisodes, TreeHooks, GM
     replays_engine_routes = replays_old_routes = True
     _accepts_token_advantages = False
     _loss_is_mean_over = "rows"
+    _clips_log_ratios = True

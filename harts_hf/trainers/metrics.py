@@ -3,17 +3,21 @@
 from harts_hf.planner import Schedule
 from harts_hf.planner.spans import span_size, union
 from harts_hf.runtime.report import UpdateReport
+from harts_hf.trainers.old_logprobs import Agreement, OldLogProbs
 from harts_hf.trainers.ranks import AccelerateRanks
 from harts_hf.trainers.routing_replay import RoutingReplay, routing_metrics
 
 
-def tree_metrics(report: UpdateReport, ranks: AccelerateRanks, replay: RoutingReplay) -> dict[str, float]:
+def tree_metrics(
+    report: UpdateReport, ranks: AccelerateRanks, replay: RoutingReplay, old: OldLogProbs
+) -> dict[str, float]:
     """What an update did, the same on every rank; a collective where there are several.
 
     Args:
         report: of the update.
         ranks: of the training.
         replay: of routes.
+        old: what was found of recorded log-probs.
 
     Where routes are replayed, there are those of :func:`harts_hf.trainers.routing_replay.routing_metrics`. Counts are
     of all ranks together; seconds, differences and yes-or-no metrics are the largest of any rank. With several ranks
@@ -37,25 +41,31 @@ def tree_metrics(report: UpdateReport, ranks: AccelerateRanks, replay: RoutingRe
         "linear_calls": schedule.linear_calls,
     }
     routing = replay.counts(report.routing)
+    compared, furthest = old.sums()
     largest: dict[str, float] = {
         "logp_recompute_maxdiff": report.recompute_difference,
         "limits_raised": report.limits_raised,
         "scoring_skipped": report.scoring_skipped,
         "scoring_kept": report.scoring_kept,
         **{f"{name}_seconds": value for name, value in report.seconds.items()},
+        **furthest,
     }
     if ranks.count > 1:
         own = own_seconds(schedule, report.window.rank or 0)
         largest |= {"global_placement": is_global, "exchanged_bytes": report.exchanged_bytes, "slowest": own}
-        (summed, largest) = ranks.totals({**counts, **routing, "seconds": own}, largest)
+        (summed, largest) = ranks.totals({**counts, **routing, **compared, "seconds": own}, largest)
         routing = {name: summed.pop(name) for name in routing}
+        compared = {name: summed.pop(name) for name in compared}
         mean, slowest = summed.pop("seconds") / ranks.count, largest.pop("slowest")
         largest["balance"] = mean / slowest if slowest else 1.0
         # A plan for all ranks has counted the work of all of them already.
         counts = {**counts, "repeated_tokens": repeated_tokens(schedule)} if is_global else summed
+    furthest = {name: largest.pop(name) for name in furthest}
     # What was reached, not what the tokens would allow: a feature that does nothing has to show.
     found = {"sharing_ratio": counts["expanded_tokens"] / counts["backward_tokens"], **counts, **largest}
     found |= routing_metrics(routing, is_of_engine=replay.mode == "engine")
+    if compared:
+        found |= old.metrics(Agreement(**compared, **furthest))
     if report.scoring_needed_by is not None:
         found[f"scoring_needed_by/{report.scoring_needed_by}"] = 1.0
     return {name: float(value) for name, value in found.items()}

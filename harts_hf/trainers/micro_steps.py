@@ -17,11 +17,14 @@ class TRLSlice:
         batch: TRL's.
         number: of the micro-step within the optimizer step.
         settings: of the trainer then.
+        is_first_of_recorded: whether the weights are those that its off-policy rollouts met; see
+            :class:`harts_hf.trainers.old_logprobs.OldLogProbs`.
     """
 
     batch: dict[str, Any]
     number: int
     settings: Settings
+    is_first_of_recorded: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -22,6 +22,7 @@ class TreeOffPolicy:
     # What TRL's trainer sets.
     model: Any
     accelerator: Any
+    state: Any
     # What TreeEpisodes and TreeHooks set.
     _off_policy: bool
     _has_unknown: bool
@@ -30,6 +31,8 @@ class TreeOffPolicy:
     # During a generation, the policy's adapters; see :func:`active_adapters`.
     _adapters_of_policy: Any = None
     _is_generating = False
+    # Optimizer steps before the latest generation of a training, if it was off-policy: then no weight has moved since.
+    _recorded_at_step: int | None = None
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's batch; of off-policy rollouts with their log-probs as ``old_per_token_logps`` [B, C]."""
@@ -42,6 +45,8 @@ class TreeOffPolicy:
             self._is_generating = False
         if self._off_policy:
             output["old_per_token_logps"] = self._recorded(output)
+        if self.model.training:
+            self._recorded_at_step = self.state.global_step if self._off_policy else None
         return output
 
     def _get_per_token_logps_and_entropies(

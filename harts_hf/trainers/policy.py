@@ -16,6 +16,7 @@ from harts_hf.runtime.update import Find
 from harts_hf.trainers.expert_load import ExpertLoad
 from harts_hf.trainers.fitting import FittingUpdate, TreeBudgets
 from harts_hf.trainers.micro_steps import SliceLeaves, TRLSlice, active_adapters, on_cpu
+from harts_hf.trainers.old_logprobs import OldLogProbs
 from harts_hf.trainers.planning import planner_of, run_options_of
 from harts_hf.trainers.ranks import AccelerateRanks
 from harts_hf.trainers.router_loss import RouterLoss
@@ -42,6 +43,7 @@ class TreePolicy:
         router_loss: the auxiliary loss of a mixture of experts.
         expert_load: how much its experts have to do.
         routing: the routes that its steps replay.
+        old_log_probs: compares recorded ones with the policy's own.
         options: how forwards run.
         slices: of the optimizer step so far.
         totals: during a step with episodes, what its slices hold together; else None.
@@ -60,6 +62,7 @@ class TreePolicy:
         self.options = run_options_of(trainer)
         self.scored_once, self.reference = ScoredOnce(trainer), RecordedReference(trainer)
         self.routing = RoutingReplay(trainer, active_adapters)
+        self.old_log_probs = OldLogProbs(trainer)
         self.slices: list[TRLSlice] = []
         self.totals: StepTotals | None = None
         self.scaled_loss: torch.Tensor | None = None  # what TreeEpisodes made of TRL's latest loss
@@ -87,8 +90,15 @@ class TreePolicy:
 
     def add_slice(self, batch: dict[str, Any]) -> None:
         """Keeps the batch of a micro-step until the optimizer step's last one."""
-        number = len(self.slices)
-        self.slices.append(TRLSlice(batch=batch, number=number, settings=read_settings(self.trainer)))
+        first = self.old_log_probs.is_first()
+        self.slices.append(
+            TRLSlice(
+                batch=batch,
+                number=len(self.slices),
+                settings=read_settings(self.trainer),
+                is_first_of_recorded=first,
+            )
+        )
 
     def log_probs(
         self,
@@ -169,6 +179,7 @@ class TreePolicy:
             ValueError: slices that cannot be computed together; whatever :meth:`TreeUpdate.run` raises.
         """
         slices, self.slices = self.slices, []
+        self.old_log_probs.begin()
         with self.ranks.together():
             check_keys([one.batch for one in slices])
             self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
@@ -292,6 +303,7 @@ class TreePolicy:
         trainer = self.trainer
         aux_loss = self.router_loss.of_slice(leaves, one.number, self._num_slices)
         batch = self._loss_batch(one)
+        self.old_log_probs.note(one, leaves)
         self._leaves = self._slice_leaves(batch, leaves, aux_loss)
         try:
             with self.ranks.marked(is_last), self.ranks.gathering_alone(), trainer.compute_loss_context_manager():

@@ -42,7 +42,7 @@ class TreeStep(_BaseTrainer):
         if not self.accelerator.sync_gradients:
             return zero_loss(self.args.device)
         report = self._tree.step(model, num_items_in_batch)
-        metrics = tree_metrics(report, self._tree.ranks, self._tree.routing)
+        metrics = tree_metrics(report, self._tree.ranks, self._tree.routing, self._tree.old_log_probs)
         metrics |= self._tree.expert_load.note(report.sums) | self._tree.budgets.metrics()
         for name, value in metrics.items():
             self._metrics["train"][f"tree/{name}"].append(value)

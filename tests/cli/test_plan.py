@@ -39,7 +39,7 @@ def test_table(rollouts, capsys):
     assert lines[start + 2].split() == ["b", "1", "3", "3", "1.00", "3", "0", "1", "1"]
     assert lines[start + 3].split() == ["all", "3", "18", "12", "1.50", "8", "6", "1", "1"]
     assert [re.split("  +", line)[1] for line in lines[start + 5 :][: len(names)]] == names
-    assert "1 microbatch of at most 16,384 tokens on 1 rank, replay execution" in lines
+    assert "1 microbatch of at most 16,384 tokens on 1 rank, nested execution" in lines
     assert not any("ranks" in line for line in lines)
 
 
@@ -79,6 +79,21 @@ def test_too_many_ranks_are_refused_at_once(tmp_path, capsys):
     """Before the file is read: it need not even be one."""
     assert main(["plan", str(tmp_path / "nowhere.jsonl"), "--world-size", "100000"]) == 2
     assert "expected world_size of at most 4096, got 100000" in capsys.readouterr().err
+
+
+def test_plans_what_a_step_does(rollouts, tmp_path, capsys):
+    """A loss that needs log-probs is scored first, as are recorded ones; limits that nothing meets are raised."""
+    plan, out = ["plan", str(rollouts), "--json", str(tmp_path / "out.json")], []
+    for options in ([], ["--scoring", "needed"]):
+        assert main([*plan, *options]) == 0
+        out.append((capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())["plan"]))
+    assert [plan["execution"] for _, plan in out] == ["nested", "replay"]
+    assert "replay execution, scored before the loss" in out[1][0] and not any(p["limits_raised"] for _, p in out)
+    row = {"group": "a", "token_ids": list(range(100)), "old_logprobs": [0.0] * 100}
+    rollouts.write_text(json.dumps(row) + "\n")
+    assert main([*plan, "--max-tokens-per-microbatch", "64", "--max-handoff-bytes", "0"]) == 0
+    text = capsys.readouterr().out
+    assert "scored before the loss" in text and "limits raised: no schedule keeps within max_handoff_bytes=0" in text
 
 
 def test_many_groups_are_cut_short(capsys):

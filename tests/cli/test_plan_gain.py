@@ -15,14 +15,14 @@ from benchmarks.gpu.registry import STEP_MODELS
 from harts_hf.cli import plan_picture
 from harts_hf.cli.main import main
 from harts_hf.cli.plan_picture import drawable, plot_plan
-from harts_hf.cli.plan_report import DEFAULT_ROW_BYTES, RowBytes, _steps, plan_report
+from harts_hf.cli.plan_report import DEFAULT_ROW_BYTES, RowBytes, plan_report
 from harts_hf.cli.plan_text import factor, format_report, gigabytes, seconds
 from harts_hf.modeling import handed_sizes
 from harts_hf.modeling.costs import DEFAULT_WORK, count_work, scaled_cost
 from harts_hf.modeling.memory import row_bytes
-from harts_hf.planner import DEFAULT_COST, PlannerConfig, plan_window
+from harts_hf.planner import DEFAULT_COST, PlannerConfig, plan_step
 from harts_hf.rollouts import plot
-from harts_hf.rollouts.recorded import Rollout, RolloutGroup
+from harts_hf.rollouts.recorded import Rollout, RolloutGroup, tree_of_groups
 
 BYTES = RowBytes(kept=1000, running=100, running_prefix=10, source="a model")
 
@@ -45,7 +45,9 @@ def test_each_figure_of_the_gain():
     report = plan_report(made, CUT, row_bytes=BYTES)
     gain, (schedule,) = report.gain, report.schedules
     own = [40, 41, 42, 40, 41]
-    assert gain.tokens == (5 * 80 + sum(own), 2 * 80 + sum(own))
+    # The second group's trajectories are equal to two of the first.
+    assert gain.tokens == (5 * 80 + sum(own), 80 + 40 + 41 + 42) and report.total["unique"] == gain.tokens[1]
+    assert [row["unique"] for row in report.groups] == [80 + 40 + 41 + 42, 80 + 40 + 41]
     assert gain.seconds[1] == schedule.estimated_seconds < gain.seconds[0]
     # A microbatch of 128 rows is more than the longest trajectory of 122.
     assert gain.memory[0].total == 128 * 1100
@@ -58,14 +60,15 @@ def test_steps_of_some_groups():
     """Groups in their order, three steps of at most two; sums over steps, and the longest is shown."""
     made = groups(2, 1, 1, 1, 4)
     report = plan_report(made, CUT, groups_per_step=2)
-    alone = [plan_window([g.tree for g in made[a:b]], CUT) for a, b in ((0, 2), (2, 4), (4, 5))]
+    trees = [tree_of_groups(made[a:b]) for a, b in ((0, 2), (2, 4), (4, 5))]
+    alone = [plan_step(tree, CUT, can_skip_scoring=True) for tree in trees]
     times = [schedule.estimated_seconds for schedule in alone]
     assert [schedule.digest() for schedule in report.schedules] == [schedule.digest() for schedule in alone]
     parts = [plan_report(made[a:b], CUT).gain.seconds[0] for a, b in ((0, 2), (2, 4), (4, 5))]
     assert report.gain.seconds[0] == pytest.approx(sum(parts)) and report.gain.seconds[1] == sum(times)
     assert report.schedule.estimated_seconds == max(times)
     # Before, a microbatch holds no more than a step, and a rank no more than its part of one.
-    steps = [sum(tree.num_expanded_tokens for tree in trees) for trees in _steps([g.tree for g in made], 2)]
+    steps = [tree.num_expanded_tokens for tree in trees]
     wide = replace(CUT, max_tokens_per_microbatch=4096)
     before = plan_report(made, wide, groups_per_step=2, row_bytes=BYTES).gain.memory[0].total
     assert before == max(steps) * 1100

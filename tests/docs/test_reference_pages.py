@@ -45,6 +45,7 @@ def tree_metrics_of_the_code():
         ("expert_load", "note"),
         ("routing_replay", "routing_metrics"),
         ("fitting", "metrics"),
+        ("old_logprobs", "metrics"),
     ):
         names |= {key for node in functions(f"trainers/{path}.py", function) for key in keys_of(node)}
     runtime = "\n".join(path.read_text() for path in sorted((PACKAGE / "runtime").glob("*.py")))

@@ -1,0 +1,81 @@
+"""What a training step plans with: executions to choose from, limits that give way (NumPy only).
+
+Trainers and `harts plan` share this, so that what is estimated for a file is what a step on it does.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from harts_hf.planner.config import PlannerConfig
+from harts_hf.planner.orders import LimitError
+from harts_hf.planner.plan import plan_window
+from harts_hf.planner.schedule import Schedule
+from harts_hf.tree import RolloutTree
+
+
+def executions_to_try(config: PlannerConfig, *, can_skip_scoring: bool, num_ranks: int) -> list[bool]:
+    """For each execution that may be the fastest, whether it leaves the scoring pass out.
+
+    On several ranks a nested one may need so many dummies that replay is faster.
+    """
+    both = num_ranks > 1 and can_skip_scoring and config.execution == "auto"
+    return [False, True] if both else [can_skip_scoring]
+
+
+def with_execution_chosen(config: PlannerConfig, *, can_skip_scoring: bool, num_rows: int) -> PlannerConfig:
+    """A configuration with another execution than "auto".
+
+    "auto" is "nested" where the scoring pass can be left out, with at most ``max_graph_tokens`` rows of graphs
+    alive (twice a microbatch if there is no such limit), and "replay" elsewhere. Nested windows that do not fit
+    into one microbatch have microbatches of at most half of those rows: the graph of a trunk is then kept while
+    its dependents run, and need not be computed again.
+
+    Args:
+        config: of plans.
+        can_skip_scoring: whether the scoring pass can be left out.
+        num_rows: of the window (on several ranks, of an equal part of it).
+    """
+    if config.execution != "auto":
+        return config
+    if not can_skip_scoring:
+        return replace(config, execution="replay")
+    rows, graph = config.max_tokens_per_microbatch, config.max_graph_tokens
+    graph = 2 * rows if graph is None else graph
+    if num_rows > min(rows, graph):
+        rows = min(rows, max(config.chunk_size, graph // 2))
+    return replace(config, execution="nested", max_tokens_per_microbatch=rows, max_graph_tokens=graph)
+
+
+def plan_step(
+    tree: RolloutTree,
+    config: PlannerConfig,
+    *,
+    can_skip_scoring: bool,
+    on_raised: Callable[[LimitError], None] = lambda error: None,
+) -> Schedule:
+    """The plan of a training step: of the executions that it may take, the one that is estimated to be fastest.
+
+    Of several ranks it is the plan that they share ("global" placement).
+
+    Args:
+        tree: of all trajectories of the step.
+        config: with as many ranks as the training has.
+        can_skip_scoring: whether the loss's derivatives can be known before any log-prob is.
+        on_raised: told about limits that no schedule of these trajectories can meet, and that are raised.
+    """
+    ranks = config.world_size
+    tries = executions_to_try(config, can_skip_scoring=can_skip_scoring, num_ranks=ranks)
+    rows = -(-tree.num_tokens // ranks)
+    configs = [with_execution_chosen(config, can_skip_scoring=skips, num_rows=rows) for skips in tries]
+    schedules = [_plan_raised(tree, one, on_raised) for one in configs]
+    return min(schedules, key=lambda schedule: schedule.estimated_seconds)
+
+
+def _plan_raised(tree: RolloutTree, config: PlannerConfig, on_raised: Callable[[LimitError], None]) -> Schedule:
+    try:
+        return plan_window(tree, config)
+    except LimitError as error:
+        on_raised(error)
+        raised: Any = error.needed
+        return plan_window(tree, replace(config, **raised))
