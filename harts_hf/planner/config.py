@@ -58,11 +58,11 @@ class PlannerConfig:
         if self.world_size > MAX_WORLD_SIZE:
             raise ValueError(f"expected world_size of at most {MAX_WORLD_SIZE}, got {self.world_size}")
         chunk = f"one chunk of {self.chunk_size} tokens has to fit"
+        if self.max_graph_tokens is not None:  # before the limit of a microbatch, which may have been made of it
+            _at_least("max_graph_tokens", self.max_graph_tokens, self.chunk_size, chunk)
         _at_least("max_tokens_per_microbatch", self.max_tokens_per_microbatch, self.chunk_size, chunk)
         if self.max_linear_rows is not None:
             _at_least("max_linear_rows", self.max_linear_rows, self.chunk_size, chunk)
-        if self.max_graph_tokens is not None:
-            _at_least("max_graph_tokens", self.max_graph_tokens, self.chunk_size, chunk)
         if self.max_handoff_bytes is not None:
             _at_least("max_handoff_bytes", self.max_handoff_bytes, 0, "bytes cannot be negative")
         _one_of("sharing", self.sharing, get_args(Sharing))

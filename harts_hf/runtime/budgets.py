@@ -15,6 +15,12 @@ HANDED, KEPT = 1 / 4, 3 / 16
 MOST_ROWS = 65_536
 
 
+_SIZE = re.compile(
+    r"\s*(?P<number>(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*(?:(?P<unit>[KMGT])(?P<binary>I?))?B?\s*",
+    re.IGNORECASE | re.ASCII,
+)
+
+
 class DoesNotFitError(ValueError):
     """A model that leaves no memory for the rows of a microbatch."""
 
@@ -89,24 +95,23 @@ def _rounded(count: int) -> int:
 
 
 def parse_bytes(name: str, text: str) -> float:
-    """Bytes of a text such as 141GB, 80 GiB or 1.5e11.
+    """Bytes of a text such as 141GB, 80 GiB, 1.5e11 or 1.41e+11 (as Python prints it).
 
     Args:
         name: of the option, for the error.
         text: a number, and a unit.
 
     Raises:
-        ValueError: another text, or no number above 0.
+        ValueError: another text, or a size that is not finite or below one byte.
     """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?)(I?)(B?)\s*", str(text), re.IGNORECASE)
-    try:
-        number = float(found[1]) if found else 0.0
-    except ValueError:
-        number = 0.0
-    if found is None or not 0 < number < float("inf"):
+    found = _SIZE.fullmatch(str(text))
+    size = 0.0
+    if found is not None:
+        power = " KMGT".index((found["unit"] or " ").upper())
+        size = float(found["number"]) * (1024 if found["binary"] else 1000) ** power
+    if not 1 <= size < float("inf"):
         raise ValueError(f"expected {name} to be a size such as 141GB or 80GiB, got {text!r}")
-    power = " KMGT".index(found[2].upper() or " ")
-    return number * (1024 if found[3] else 1000) ** power
+    return size
 
 
 def limited(config: PlannerConfig, rows: int, graph: int | None = None) -> PlannerConfig:
@@ -138,10 +143,11 @@ def limited_to(config: PlannerConfig, schedule: Schedule, *, with_graphs: bool) 
         return limited(config, rows)
     ranks = range(schedule.config.world_size)
     alive = max(int(schedule.memory_counts(rank).graph_rows.max(initial=0)) for rank in ranks)
-    # With execution="auto" the limit follows that of a microbatch, and halves with it, if it is not set.
+    # With execution="auto" the limit follows that of a microbatch, and halves with it, if it is not set. Nested
+    # windows without a limit may have the graphs of any number of trunks alive, however small microbatches are.
     limit = schedule.config.max_graph_tokens
-    follows = config.max_graph_tokens is None and (limit is None or 2 * alive > limit)
-    return limited(config, rows, None if follows else alive)
+    is_bounded = schedule.config.execution != "nested" if limit is None else 2 * alive > limit
+    return limited(config, rows, None if config.max_graph_tokens is None and is_bounded else alive)
 
 
 def halved(config: PlannerConfig) -> PlannerConfig | None:

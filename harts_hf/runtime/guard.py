@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from harts_hf.modeling.walking import named_modules
+
 # Values of each tensor that are compared bit by bit; tensors up to twice as large are compared whole.
 SAMPLES = 256
 
@@ -58,7 +60,7 @@ class ModelGuard:
 
     def __init__(self, model: nn.Module, *, all_buffers: bool = False) -> None:
         self._model, self._all_buffers = model, all_buffers
-        modules = dict(model.named_modules())  # gone through once: a walk takes a millisecond
+        modules = named_modules(model)  # gone through once
         self._modules = [(module, type(module)) for module in modules.values()]
         # After a forward FSDP2 may leave parameters whole; those are copies, made anew in each forward.
         is_fsdp = any(isinstance(module, FSDPModule) for module in modules.values())
@@ -94,7 +96,7 @@ class ModelGuard:
             ModelChangedError: a parameter, a constant or a module was changed.
         """
         self.check()
-        named = dict(self._model.named_modules())
+        named = named_modules(self._model)
         modules = list(named.values())
         if len(modules) != len(self._modules):
             _fail(f"it has {len(modules)} modules instead of {len(self._modules)}")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from harts_hf.modeling import LOG_PROB, WITHOUT_GRADIENT
-from harts_hf.runtime.leaves import check_reach, collect, placeholders, spread
+from harts_hf.runtime.leaves import check_reach, collect, placeholders, taken, with_zero
 from harts_hf.runtime.routes import TreeRoutes
 from harts_hf.runtime.slices import Index, SliceTable
 from harts_hf.runtime.values import TreeValues
@@ -58,9 +58,9 @@ class Job:
                     f"expected the index of every slice to name each value asked for, got {', '.join(index)} for "
                     f"{', '.join(values.rows)}: ask for other names, or let index() place {', '.join(missing)}"
                 )
-        rows = {name: value.to(self.loss_device) for name, value in values.rows.items()}
+        rows = {name: with_zero(value.to(self.loss_device)) for name, value in values.rows.items()}
         return [
-            {name: spread(value, index[name]) for name, value in rows.items()}
+            {name: taken(value, index[name]) for name, value in rows.items()}
             | {k: value.to(self.loss_device, copy=True) for k, value in values.sums.items() if k in self.names}
             for index in self.indices
         ]
@@ -81,10 +81,9 @@ class Job:
         losses = self.losses(given)
         for loss, one in zip(losses, leaves, strict=True):
             check_reach(loss, list(one.values()))
-        gradients = [
-            dict(zip(one, torch.autograd.grad(loss, list(one.values()), allow_unused=True), strict=True))
-            for loss, one in zip(losses, leaves, strict=True)
-        ]
+        # A loss reaches the leaves of its own slice alone, so that one call gives all of them their own.
+        found = iter(torch.autograd.grad(losses, [leaf for one in leaves for leaf in one.values()], allow_unused=True))
+        gradients = [{name: next(found) for name in one} for one in leaves]
         coefficients = TreeValues(
             rows={
                 name: collect(

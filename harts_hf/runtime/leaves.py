@@ -20,8 +20,17 @@ PLACEHOLDER_RANGES = ((0.0, 0.0), (1e-3, 30.0))
 
 def spread(values: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
     """Values per tree row ``[N]`` in the shape of a slice's index, 0 where it is -1."""
-    positions = torch.from_numpy(index).to(values.device)
-    return values[positions.clamp(min=0)].masked_fill(positions < 0, 0)
+    return taken(with_zero(values), index)
+
+
+def with_zero(values: torch.Tensor) -> torch.Tensor:
+    """``[N + 1]`` values with a 0 behind them, which is what the index -1 takes."""
+    return torch.cat([values, values.new_zeros(1)])
+
+
+def taken(values: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
+    """What :func:`spread` gives, of values that have their 0 already: a step's slices share it."""
+    return values[torch.from_numpy(index).to(values.device)]
 
 
 def collect(

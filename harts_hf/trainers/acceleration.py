@@ -10,6 +10,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from harts_hf.errors import UnsupportedModelError
+from harts_hf.modeling import walking
 
 
 def check_acceleration(trainer: Any) -> None:
@@ -25,13 +26,8 @@ def check_acceleration(trainer: Any) -> None:
             "place of those that run on trees when training starts, and it has no linear mixers, gates and experts. "
             "tree_fused_modules='auto' (the default) runs all of these as single operations on a GPU"
         )
-    compiled = _compiled_by(args, accelerator, trainer.model)
-    if compiled is not None:
-        raise UnsupportedModelError(
-            f"expected an uncompiled model, got {compiled}: the forward of a tree takes tables that are others in "
-            "each microbatch, so that torch.compile breaks its graph at each mixer; four layers had not compiled "
-            "within a minute on an H200. tree_fused_modules='auto' (the default) is what is faster"
-        )
+    _refuse(_compiled_by_settings(args, accelerator))
+    check_uncompiled(trainer.model)
     if accelerator.mixed_precision == "fp8":
         raise UnsupportedModelError(
             "expected mixed precision in bf16 or none, got fp8 (accelerate launch --mixed_precision, or its "
@@ -40,14 +36,36 @@ def check_acceleration(trainer: Any) -> None:
         )
 
 
-def _compiled_by(args: Any, accelerator: Any, model: nn.Module) -> str | None:
-    """What compiles the model, or has; None if nothing does."""
+def check_uncompiled(model: nn.Module) -> None:
+    """Refuses a model of which anything is compiled: given so, or since the trainer was made.
+
+    Raises:
+        UnsupportedModelError: the message names it, says why, and what there is instead.
+    """
+    _refuse(_compiled_part(model))
+
+
+def _refuse(compiled: str | None) -> None:
+    if compiled is not None:
+        raise UnsupportedModelError(
+            f"expected an uncompiled model, got {compiled}: the forward of a tree takes tables that are others in "
+            "each microbatch, so that torch.compile breaks its graph at each mixer; four layers had not compiled "
+            "within a minute on an H200. Give the model as it was loaded: tree_fused_modules='auto' (the default) is "
+            "what is faster"
+        )
+
+
+def _compiled_by_settings(args: Any, accelerator: Any) -> str | None:
     if args.torch_compile:
         return "torch_compile=True"
     plugin = getattr(accelerator.state, "dynamo_plugin", None)
     if plugin is not None and plugin.backend not in (DynamoBackend.NO, None):
         return f"Accelerate's dynamo backend {plugin.backend.value}"
-    for name, module in model.named_modules():
+    return None
+
+
+def _compiled_part(model: nn.Module) -> str | None:
+    for name, module in walking.named_modules(model).items():
         if getattr(module, "_compiled_call_impl", None) is not None:
             return f"{name or 'a model'} after compile()"
         if isinstance(module, OptimizedModule):

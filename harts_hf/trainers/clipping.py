@@ -12,6 +12,8 @@ from accelerate import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from harts_hf.modeling import walking
+
 # Whose gradients are whole on every process.
 _WHOLE = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -30,7 +32,7 @@ def clip_gradients(trainer: Any, model: nn.Module, max_norm: float) -> torch.Ten
     accelerator = trainer.accelerator
     if accelerator.distributed_type not in _WHOLE:
         return None
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    parameters = [parameter for parameter in walking.parameters(model) if parameter.grad is not None]
     if any(isinstance(parameter.grad, DTensor) for parameter in parameters):
         return None
     accelerator.unscale_gradients()

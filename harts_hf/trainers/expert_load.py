@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from harts_hf.batch.tables import read_together
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling import EXPERT_LOAD, LOAD_SUMS, ROUTER_ENTROPY, find_routers
 from harts_hf.modeling.patching import causal_lm_of
@@ -59,7 +60,7 @@ class ExpertLoad:
         """
         if EXPERT_LOAD not in sums:
             return {}
-        load = sums[EXPERT_LOAD].cpu()
+        load, entropy = read_together([sums[EXPERT_LOAD], sums[ROUTER_ENTROPY]])
         self.latest = self.pending = load
         self.steps += 1
         self.total = load if self.total is None else self.total + load
@@ -68,7 +69,7 @@ class ExpertLoad:
         return {
             "expert_load_max_over_mean": float((load.amax(dim=1) / mean).max()),
             "expert_load_cv": float((load.std(dim=1, correction=0) / mean).mean()),
-            "router_entropy": float(sums[ROUTER_ENTROPY].sum()) * self._top_k / float(choices),
+            "router_entropy": float(entropy.sum()) * self._top_k / float(choices),
         }
 
     def write(self, folder: Path) -> None:

@@ -11,6 +11,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
 from harts_hf.errors import HartsWarning
+from harts_hf.modeling import walking
 from harts_hf.planner import PlannerConfig
 from harts_hf.runtime.budgets import Budget, halved, limited, limited_to
 from harts_hf.runtime.kept import KeptScores
@@ -199,8 +200,9 @@ class FittingUpdate(TreeUpdate):
 
 
 _HELP = (
-    "set gradient_checkpointing, a smaller tree_max_graph_tokens or tree_max_handoff_bytes, tree_offload_handoff, or "
-    "an optimizer with smaller states"
+    "set gradient_checkpointing, a smaller tree_max_graph_tokens or tree_max_handoff_bytes, tree_offload_handoff, "
+    "another tree_execution than 'keep' (which has the graphs of all rows alive, whatever the limits), or an "
+    "optimizer with smaller states"
 )
 
 
@@ -215,7 +217,7 @@ class _Before:
         self._trainer = trainer
         self._gradients = [
             (parameter, None if parameter.grad is None else parameter.grad.to("cpu", copy=True))
-            for parameter in model.parameters()
+            for parameter in walking.parameters(model)
             if parameter.requires_grad
         ]
         self._attributes = dict(vars(trainer))

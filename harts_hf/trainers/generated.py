@@ -49,10 +49,10 @@ class Generated:
         if self._log_probs is None:
             return
         completion_ids = batch["completion_ids"]
-        padded = torch.zeros(completion_ids.shape)
+        padded = np.zeros(completion_ids.shape, np.float32)
         for row, values in enumerate(self._log_probs):
             found = number_array(values)
             if found is None:
                 found = np.array([math.nan if value is None else value for value in values])
-            padded[row, : len(values)] = torch.from_numpy(found.astype(np.float32))
-        batch[SAMPLING_LOG_PROBS] = padded.to(completion_ids.device)
+            padded[row, : len(values)] = found
+        batch[SAMPLING_LOG_PROBS] = torch.from_numpy(padded).to(completion_ids.device)

@@ -9,6 +9,7 @@ from harts_hf.modeling import patch
 from harts_hf.modeling.checkpointing import allow_some_layers
 from harts_hf.modeling.checks import check_trainable
 from harts_hf.modeling.patching import causal_lm_of
+from harts_hf.trainers.acceleration import check_uncompiled
 from harts_hf.trainers.experimental import own_collectors
 from harts_hf.trainers.expert_load import ExpertBiasUpdate, ExpertLoadFiles, send_bias_to_engines
 from harts_hf.trainers.loading import load_tokenizer, loading_text_models
@@ -16,6 +17,7 @@ from harts_hf.trainers.model_card import TreeModelCard
 from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.precision import keep_answers_wide
 from harts_hf.trainers.present_names import PresentNames
+from harts_hf.trainers.prompts import UnreadPrompts
 from harts_hf.trainers.refusals import check_settings, check_trl_version
 from harts_hf.trainers.resuming import TreeCheckpoints
 from harts_hf.trainers.router_loss import Support
@@ -27,7 +29,7 @@ from harts_hf.trainers.zero3 import gather_whole_layers
 _BEFORE_PROCESSING_CLASS = 5
 
 
-class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints):
+class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints, UnreadPrompts):
     """Mixin that stands *above* a TRL trainer in the MRO and lets it see a policy that runs on rollout trees.
 
     Overrides the one method through which TRL's losses see a policy; nothing of a loss is copied.
@@ -66,6 +68,8 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints)
             kwargs: of the constructor.
         """
         model, args = positional[0], next(one for one in positional if isinstance(one, self._config_class))
+        if isinstance(model, nn.Module):  # TRL would fail on the wrapper of torch.compile, without a word about it
+            check_uncompiled(model)
         if len(positional) < _BEFORE_PROCESSING_CLASS + 1 and kwargs.get("processing_class") is None:
             kwargs["processing_class"] = load_tokenizer(model, args)
         with loading_text_models(type(self)), own_collectors(kwargs.get("rollout_func")):
@@ -137,9 +141,10 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints)
         """Trainer's. Slices of a step that an earlier call did not finish are dropped, as its gradients are.
 
         Raises:
-            UnsupportedModelError: nothing of the model is trainable.
+            UnsupportedModelError: nothing of the model is trainable, or a part of it has been compiled.
         """
         check_trainable(self.model)
+        check_uncompiled(self.model)
         self._tree.slices.clear()
         parent: Any = super()
         return parent.train(*args, **kwargs)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from harts_hf.batch.tables import read_together
+from harts_hf.modeling import walking
 from harts_hf.trainers.settings import Settings
 
 
@@ -59,7 +60,7 @@ def active_adapters(policy: Any) -> Any:
     """Something that differs where other adapters of a PEFT model are active, or none; None for other models."""
     if not hasattr(policy, "peft_config"):
         return None
-    return tuple(policy.active_adapters), tuple(parameter.requires_grad for parameter in policy.parameters())
+    return tuple(policy.active_adapters), tuple(parameter.requires_grad for parameter in walking.parameters(policy))
 
 
 def on_cpu(slices: list[TRLSlice]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from harts_hf.trainers.planning import planner_of, run_options_of
 from harts_hf.trainers.ranks import AccelerateRanks
 from harts_hf.trainers.router_loss import RouterLoss
 from harts_hf.trainers.routing_replay import RoutingReplay
-from harts_hf.trainers.rows import PaddedRows, token_ids, without_prompts
+from harts_hf.trainers.rows import PROMPTS, PaddedRows, token_ids, without_prompts
 from harts_hf.trainers.scored_once import RecordedReference, ScoredOnce, Weights
 from harts_hf.trainers.settings import SettingsOfSlices, read_settings
 from harts_hf.trainers.skipping import has_custom_loss, reason_to_score
@@ -61,7 +61,7 @@ class TreePolicy:
         self.expert_load = ExpertLoad(trainer.model)
         self.options = run_options_of(trainer)
         self.scored_once, self.reference = ScoredOnce(trainer), RecordedReference(trainer)
-        self.routing = RoutingReplay(trainer, active_adapters)
+        self.routing = RoutingReplay(trainer, self.active_adapters)
         self.old_log_probs = OldLogProbs(trainer)
         self.slices: list[TRLSlice] = []
         self.totals: StepTotals | None = None
@@ -288,8 +288,13 @@ class TreePolicy:
         launches, and a wait for each metric. None elsewhere."""
         if self._is_custom:
             return None
-        tensors = (v for one in slices for v in without_prompts(one.batch).values() if isinstance(v, torch.Tensor))
-        return "cpu" if max(tensor.numel() for tensor in tensors) <= MOST_ON_CPU else None
+        entries = (
+            value.numel()
+            for one in slices
+            for name, value in one.batch.items()
+            if isinstance(value, torch.Tensor) and name not in PROMPTS
+        )
+        return "cpu" if max(entries) <= MOST_ON_CPU else None
 
     def _reason_to_score(self, one: TRLSlice) -> str | None:
         assert self._settings is not None

@@ -6,7 +6,7 @@ computed old log-probs ("Routing Replay" of Group Sequence Policy Optimization, 
 ("Rollout Routing Replay", arXiv 2510.11370).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,14 +31,15 @@ class RoutingReplay:
 
     Args:
         trainer: whose model is patched.
-        adapters: says which adapters of a model are active; see :func:`harts_hf.trainers.policy.active_adapters`.
+        adapters: says which adapters of the policy are active; see
+            :func:`harts_hf.trainers.micro_steps.active_adapters`.
 
     Raises:
         UnsupportedModelError: replay where the model has no routers, or the engine's routes where nothing brings them.
     """
 
-    def __init__(self, trainer: Any, adapters: Any) -> None:
-        self._trainer, self._adapters_of = trainer, adapters
+    def __init__(self, trainer: Any, adapters: Callable[[], Any]) -> None:
+        self._trainer, self._active_adapters = trainer, adapters
         self.mode: str = trainer.args.tree_replay_routing
         self.shape = RouterShape.of(causal_lm_of(trainer.model))
         self._generation: _Generation | None = None
@@ -137,9 +138,6 @@ class RoutingReplay:
     def _is_of_policy(self, is_policy: bool) -> bool:
         # Not a reference model's, which may be the policy with other adapters.
         return is_policy and self._generation is not None and self._generation.adapters == self._active_adapters()
-
-    def _active_adapters(self) -> Any:
-        return self._adapters_of(self._trainer.accelerator.unwrap_model(self._trainer.model))
 
 
 class _Generation:

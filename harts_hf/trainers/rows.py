@@ -15,6 +15,8 @@ from harts_hf.tree import IntArray
 
 # Entry of a batch: for each row its routes as lists of tensors (TokenRoutes.plain), or None.
 ROUTES = "routes"
+# Entries that no loss of TRL's reads.
+PROMPTS = ("prompt_ids", "prompt_mask")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -145,5 +147,5 @@ def token_ids(batch: dict[str, Any]) -> torch.Tensor:
 
 def without_prompts(batch: dict[str, Any]) -> dict[str, Any]:
     """A batch of TRL's with prompts of one column, as far as it has prompts: a step's are mostly their padding."""
-    shortened: dict[str, Any] = {n: batch[n][:, -1:] for n in ("prompt_ids", "prompt_mask") if n in batch}
+    shortened: dict[str, Any] = {n: batch[n][:, -1:] for n in PROMPTS if n in batch}
     return {**batch, **shortened}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harts_hf.modeling import LOG_PROB
+from harts_hf.modeling import LOG_PROB, walking
 from harts_hf.rollouts.recorded_rollouts import RecordedRollouts
 from harts_hf.runtime import ModelChangedError
 from harts_hf.runtime.guard import ModelGuard
@@ -73,7 +73,7 @@ def numbers_of(model: nn.Module) -> list[Any]:
     """
     return [
         (name, number)
-        for module in model.modules()
+        for module in walking.modules(model)
         for name, value in vars(module).items()
         if name not in WITHOUT_EFFECT and not name.startswith(_PRIVATE) and (number := _plain(value)) is not _OTHER
     ]
@@ -109,7 +109,7 @@ class ScoredOnce:
     def weights(self, model: nn.Module) -> Weights | None:
         """To be taken before a pass that is to be kept; None where no step will ask for it: in evaluation, of a model
         without trainable parameters (a reference, or the policy without its adapters)."""
-        is_trained = any(parameter.requires_grad for parameter in model.parameters())
+        is_trained = any(parameter.requires_grad for parameter in walking.parameters(model))
         return Weights.of(model, self._step) if is_trained and self._trainer.model.training else None
 
     def keep(self, weights: Weights, scores: KeptScores) -> None:

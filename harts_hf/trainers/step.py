@@ -8,9 +8,11 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from trl.trainer.base_trainer import _BaseTrainer
 
+from harts_hf.modeling import walking
 from harts_hf.trainers.clipping import clip_gradients
 from harts_hf.trainers.metrics import tree_metrics
 from harts_hf.trainers.policy import TreePolicy
+from harts_hf.trainers.prompts import prepared
 from harts_hf.trainers.zero_loss import zero_loss
 
 
@@ -32,13 +34,14 @@ class TreeStep(_BaseTrainer):
     ) -> torch.Tensor:
         """Returns the slice's loss, detached; all of it at the last micro-step, as their sum is what is logged."""
         # Goes through all modules, so not at every micro-step. An evaluation leaves the model inside a wrapper of DDP
-        # or DeepSpeed in eval mode, and the wrapper as it was.
-        if self.accelerator.sync_gradients or not (model.training and self.model.training):
+        # or DeepSpeed in eval mode, and the wrapper as it was. To set what is set takes ten times as long as to look.
+        may_have_changed = self.accelerator.sync_gradients or not (model.training and self.model.training)
+        if may_have_changed and not all(module.training for module in walking.modules(model)):
             model.train()
         optimizer: Any = self.optimizer
         if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers
             optimizer.train()
-        self._tree.add_slice(self._prepare_inputs(inputs))
+        self._tree.add_slice(prepared(self, inputs))
         if not self.accelerator.sync_gradients:
             return zero_loss(self.args.device)
         report = self._tree.step(model, num_items_in_batch)

@@ -207,9 +207,9 @@ def test_halves():
 
 def test_sizes():
     """As people write them."""
-    assert [parse_bytes("memory", text) for text in ("141GB", "80GiB", "80 gib", "1.5e11", "512M")] == [
-        141e9, 80 * 2**30, 80 * 2**30, 1.5e11, 512e6,
+    assert [parse_bytes("memory", text) for text in ("141GB", "80GiB", "80 gib", "1.41e+11", "512M", "5B", ".5k")] == [
+        141e9, 80 * 2**30, 80 * 2**30, 1.41e11, 512e6, 5, 500,
     ]  # fmt: skip
-    for text in ("", "GB", "-1GB", "0", "1.2.3GB", "80 bytes", "1e999"):
+    for text in ("", "GB", "-1GB", "0", "1.2.3GB", "80 bytes", "1e999", "1e308T", "5I", "5IB", "0.5", "1e+", "1_0G"):
         with pytest.raises(ValueError, match="expected memory to be a size such as 141GB"):
             parse_bytes("memory", text)

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from support import recorded
+from support.models import tiny_model
 from torch import nn
 
-from harts_hf import TreeGRPOTrainer, TreePPOTrainer, TreeRLOOTrainer, TreeSFTTrainer
+from harts_hf import TreeGRPOConfig, TreeGRPOTrainer, TreePPOTrainer, TreeRLOOTrainer, TreeSFTTrainer
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.trainers import hooks, refusals
 from harts_hf.trainers.acceleration import check_acceleration
@@ -63,6 +65,24 @@ def test_refused(settings, message):
     """However it was asked for."""
     with pytest.raises(UnsupportedModelError, match=message):
         check_acceleration(trainer(**settings))
+
+
+def test_compiled_before_or_after(tmp_path):
+    """The wrapper that torch.compile returns, before TRL sees it; a model that is compiled once its trainer stands."""
+    options = {
+        "reward_funcs": recorded.recorded_reward,
+        "train_dataset": recorded.dataset(),
+        "processing_class": recorded.tokenizer(),
+        "rollout_func": recorded.rollout_func,
+        "args": TreeGRPOConfig(**recorded.arguments(tmp_path)),
+    }
+    model = tiny_model("qwen3_5_text")
+    with pytest.raises(ValueError, match=r"uncompiled model, got torch\.compile of a model: .* as it was loaded"):
+        TreeGRPOTrainer(torch.compile(model, backend="eager"), **options)
+    made = TreeGRPOTrainer(model, **options)
+    made.model.compile(backend="eager")
+    with pytest.raises(ValueError, match=r"uncompiled model, got a model after compile\(\)"):
+        made.train()
 
 
 @pytest.mark.parametrize("kind", [TreeGRPOTrainer, TreeRLOOTrainer, TreePPOTrainer, TreeSFTTrainer])

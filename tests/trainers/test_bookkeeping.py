@@ -2,6 +2,7 @@
 
 import inspect
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -10,26 +11,36 @@ from accelerate import Accelerator
 from support import recorded
 from support.device_tags import DEVICE, is_tagged, pretended_gpu
 from support.models import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.base_trainer import _BaseTrainer
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.rollouts import agent_reward, environment_reward, recorded_reward
+from harts_hf.runtime import WindowRun
 from harts_hf.trainers import policy
+from harts_hf.trainers.prompts import Prompts
 
 CUT = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "max_steps": 1}
 
 
-def trained(tmp_path, kind=TreeGRPOTrainer, **options):
-    """A trainer after one step, and its log."""
-    trainer = kind(
+def made(tmp_path, kind=TreeGRPOTrainer, callbacks=None, **options):
+    """A trainer."""
+    return kind(
         tiny_model("qwen3_5_text"),
         recorded.recorded_reward,
-        args=TreeGRPOConfig(**recorded.arguments(tmp_path, **CUT, **options)),
+        args=TreeGRPOConfig(**recorded.arguments(tmp_path, **{**CUT, **options})),
         train_dataset=recorded.dataset(),
         processing_class=recorded.tokenizer(),
         rollout_func=recorded.rollout_func,
+        callbacks=callbacks,
     )
+
+
+def trained(tmp_path, kind=TreeGRPOTrainer, **options):
+    """A trainer after one step, and its log."""
+    trainer = made(tmp_path, kind, **options)
     trainer.train()
     log = trainer.state.log_history[0]
     return trainer, {name: value for name, value in log.items() if "time" not in name and "seconds" not in name}
@@ -93,6 +104,100 @@ def test_wrappers_are_looked_through_once(accumulation, monkeypatch, tmp_path):
     monkeypatch.setattr(Accelerator, "unwrap_model", counted)
     trained(tmp_path, gradient_accumulation_steps=accumulation)
     assert len(calls) <= 2
+
+
+class Ops(TorchDispatchMode):
+    """Counts PyTorch's operations: on a GPU each of them would be a launch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class CountsOps(TrainerCallback):
+    """Of a step up to its optimizer's, without what windows run."""
+
+    def __init__(self, monkeypatch):
+        self.ops = Ops()
+        for name in ("score", "backward", "backward_unscored"):
+            monkeypatch.setattr(WindowRun, name, self.outside(getattr(WindowRun, name)))
+
+    def outside(self, run):
+        """A run that is not counted."""
+
+        def uncounted(*args, **kwargs):
+            with _disable_current_modes():
+                return run(*args, **kwargs)
+
+        return uncounted
+
+    def on_step_begin(self, *args, **kwargs):
+        """Trainer's: the step's batches have been read."""
+        self.ops.__enter__()
+
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        """Trainer's: gradients have been clipped."""
+        self.ops.__exit__(None, None, None)
+
+
+def test_operations_of_a_step(monkeypatch, tmp_path):
+    """Outside forwards and backwards, counted by slices of one loss pass each: TRL's loss, its metrics and their
+    derivatives are 117 of each slice's (TRL 1.16)."""
+    found = {}
+    for slices in (2, 8):
+        counts = CountsOps(monkeypatch)
+        options = {"per_device_train_batch_size": 8 // slices, "gradient_accumulation_steps": slices}
+        trained(tmp_path / str(slices), tree_execution="replay", callbacks=[counts], **options)
+        found[slices] = counts.ops.count
+        monkeypatch.undo()
+    of_slice = (found[8] - found[2]) / 6
+    print(found, of_slice)
+    assert of_slice <= 150
+    assert found[2] - 2 * of_slice <= 681
+
+
+def test_prompts_are_read_where_they_are_used(monkeypatch, tmp_path):
+    """Once for each generation, by TRL's code and ours; at each micro-step for code that may want a list."""
+    reads, kinds = [], []
+    stock = datasets.Dataset.__getitems__
+    monkeypatch.setattr(datasets.Dataset, "__getitems__", lambda self, keys: reads.append(keys) or stock(self, keys))
+
+    class Generates(TreeGRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            kinds.append(type(inputs))
+            return super()._generate_and_score_completions(inputs)
+
+    class Prepares(TreeGRPOTrainer):
+        def _prepare_inputs(self, generation_batch):
+            kinds.append(type(generation_batch))
+            return super()._prepare_inputs(generation_batch)
+
+    logs, numbers = [], []
+    for kind in (TreeGRPOTrainer, Generates, Prepares):
+        reads.clear()
+        logs.append(trained(tmp_path / kind.__name__, kind, max_steps=2)[1])
+        numbers.append(len(reads))
+    assert numbers[:2] == [2, 2] and numbers[2] >= 4 and set(kinds) == {list}
+    assert logs[0] == logs[1] == logs[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "later"),
+    [({}, True), ({"dataloader_pin_memory": True}, True), ({"remove_unused_columns": True}, False)],
+)
+def test_loaders_of_prompts(options, later, tmp_path):
+    """Rows are the data set's; what may hold tensors, or is made anew each time, is read as ever."""
+    trainer = made(tmp_path, **options)
+    for dataset in (recorded.dataset(), recorded.dataset().with_format("torch")):
+        trainer.train_dataset = dataset
+        loader = trainer.get_train_dataloader()
+        assert trainer.train_dataset is dataset and len(loader.dataset) == len(dataset)
+        batch = next(iter(loader))
+        assert isinstance(batch, Prompts) == (later and dataset.format["type"] is None)
+        rows = list(batch)
+        assert len(batch) == len(rows) == 8 and all(row in list(dataset) for row in rows) and rows[0] in batch
 
 
 def batch_of(base, config, folder, rollouts, reward=recorded.recorded_reward, **options):

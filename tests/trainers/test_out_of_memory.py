@@ -74,9 +74,13 @@ def test_the_step_is_that_of_half_the_rows(kind, options, tmp_path, monkeypatch)
     assert [log["tree/max_tokens_per_microbatch"] for log in begun_again[1][:-1]] == [64, 64]
 
 
-@pytest.mark.parametrize("rows", ["auto", 4096, 200])
-def test_half_of_what_ran(rows, tmp_path, monkeypatch):
-    """A limit far above what a window has: half of it would be the same plan, which would not fit either."""
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [("auto", {}), (4096, {}), (200, {}), (128, {"tree_execution": "nested"}), (4096, {"tree_execution": "nested"})],
+)
+def test_half_of_what_ran(rows, options, tmp_path, monkeypatch):
+    """A limit far above what a window has: half of it would be the same plan, which would not fit either. Nor would
+    nested windows with as many graphs alive as before."""
     most, stock = [], WindowRun._forward
 
     def forward(self, position, *args):
@@ -89,8 +93,8 @@ def test_half_of_what_ran(rows, tmp_path, monkeypatch):
 
     monkeypatch.setattr(WindowRun, "_forward", forward)
     with pytest.warns(HartsWarning, match="begun again with"):
-        trained(tmp_path, rows, max_steps=1)
-    assert most[0] > 150 and len(most) > 2
+        trained(tmp_path, rows, max_steps=1, **options)
+    assert most[0] > 100 and len(most) > 2
 
 
 def test_scoring_is_begun_again(tmp_path, monkeypatch):

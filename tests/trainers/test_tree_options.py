@@ -261,6 +261,7 @@ def test_token_advantages_need_a_loss_that_knows_them(tmp_path):
     ("options", "message"),
     [
         ({"tree_max_tokens_per_microbatch": 63}, "max_tokens_per_microbatch of at least 64"),
+        ({"tree_max_graph_tokens": 0}, "max_graph_tokens of at least 64 .*, got 0"),
         ({"tree_sharing": "sometimes"}, "sharing to be one of auto, always, never"),
         ({"tree_credit": "token"}, "tree_credit to be one of trajectory, turn"),
         (
