@@ -50,7 +50,7 @@ def expand_tree(tree: RolloutTree) -> RolloutTree:
 
 
 def _expanded_tokens(tree: RolloutTree) -> IntArray:
-    return np.concatenate([tree.token_ids[tree.path(index)] for index in range(tree.num_trajectories)])
+    return tree.token_ids[np.concatenate(tree.paths())]
 
 
 def random_tokens(tree: RolloutTree, vocab_size: int, rng: np.random.Generator) -> IntArray:

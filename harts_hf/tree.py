@@ -72,18 +72,19 @@ class RolloutTree:
             O(E) NumPy work over the E expanded tokens plus O(T log T) comparisons of whole trajectories and O(T)
             Python steps for T trajectories; no Python loop over tokens.
         """
-        arrays = [_as_token_array(trajectory, index) for index, trajectory in enumerate(trajectories)]
-        if not arrays:
+        checked = [_as_token_array(trajectory, index) for index, trajectory in enumerate(trajectories)]
+        if not checked:
             raise ValueError("expected at least one trajectory, got none")
         # Big-endian bytes of non-negative ints compare as the ints do, and bytes compare with memcmp.
-        width = ">i8" if any(array.max() > 0x7FFFFFFF for array in arrays) else ">i4"
-        keys = [array.astype(width).tobytes() for array in arrays]
-        order = sorted(range(len(arrays)), key=keys.__getitem__)
-        return cls._from_sorted([arrays[i] for i in order], np.asarray(order, np.int64))
+        width = 8 if any(largest > 0x7FFFFFFF for _, largest in checked) else 4
+        keys = [array.astype(f">i{width}").tobytes() for array, _ in checked]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        words = [np.frombuffer(keys[i], f"u{width}") for i in order]  # half of what there is to read, to tell apart
+        shared = [0] + [_common_prefix(a, b) for a, b in pairwise(words)]
+        return cls._from_sorted([checked[i][0] for i in order], shared, np.asarray(order, np.int64))
 
     @classmethod
-    def _from_sorted(cls, arrays: list[IntArray], order: IntArray) -> "RolloutTree":
-        shared = [0] + [_common_prefix(a, b) for a, b in pairwise(arrays)]
+    def _from_sorted(cls, arrays: list[IntArray], shared: list[int], order: IntArray) -> "RolloutTree":
         lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
         shared_lengths = np.asarray(shared, np.int64)
         starts = np.zeros(len(arrays) + 1, np.int64)
@@ -171,7 +172,7 @@ class RolloutTree:
         subtree_end = np.repeat(rows_of_subtree[node_end[filled]], counts[filled])
         tokens = None
         if token_ids is not None:
-            given = _as_token_array(token_ids, None)
+            given, _ = _as_token_array(token_ids, None)
             if len(given) != num_rows:
                 raise ValueError(f"expected {num_rows} token ids (the sum of length), got {len(given)}")
             given_starts = np.cumsum(counts) - counts
@@ -247,12 +248,33 @@ class RolloutTree:
         return np.bincount(self.parent[self.parent >= 0], minlength=self.num_tokens)
 
     @cached_property
+    def child_ptr(self) -> IntArray:
+        """``[N + 1]`` offsets of each row's children in :attr:`children`."""
+        return np.append(0, np.cumsum(self.num_children))
+
+    @cached_property
+    def children(self) -> IntArray:
+        """``[N - roots]`` the rows directly below row 0, then those below row 1, ..., ascending for each."""
+        children = np.empty(int(self.child_ptr[-1]), np.int64)
+        follows = self.parent == np.arange(-1, self.num_tokens - 1)
+        follows[0] = False
+        eldest = np.flatnonzero(follows)
+        children[self.child_ptr[eldest - 1]] = eldest
+        younger = np.flatnonzero(~follows & (self.parent >= 0))
+        younger = younger[np.argsort(self.parent[younger], kind="stable")]
+        above = self.parent[younger]
+        children[self.child_ptr[above] + 1 + np.arange(len(above)) - np.searchsorted(above, above)] = younger
+        return children
+
+    @cached_property
     def segment_starts(self) -> IntArray:
         """``[S]`` first row of every segment (a maximal run of rows without branching), ascending."""
         # Rows that do not follow their parent at once are roots or younger siblings; with those, the eldest start too.
         younger = np.flatnonzero(self.parent != np.arange(-1, self.num_tokens - 1))
         above = self.parent[younger]
-        return np.unique(np.concatenate([[0], younger, above[above >= 0] + 1]))
+        is_start = np.zeros(self.num_tokens, bool)
+        is_start[0] = is_start[younger] = is_start[above[above >= 0] + 1] = True
+        return np.flatnonzero(is_start)
 
     @cached_property
     def segment_parent(self) -> IntArray:
@@ -277,6 +299,22 @@ class RolloutTree:
             IndexError: no such trajectory.
         """
         return self.path_to(int(self.end_rows[index]))
+
+    def paths(self, indices: Sequence[int] | None = None) -> list[IntArray]:
+        """:meth:`path` of several trajectories; of all if None.
+
+        Complexity: one pass over the rows and the answer, a few calls per trajectory.
+        """
+        ends = self.end_rows if indices is None else self.end_rows[np.asarray(indices, np.int64)]
+        open_rows = np.empty(int(self.depth.max()) + 1, np.int64)  # of each depth, the latest row
+        found: list[IntArray] = [open_rows] * len(ends)
+        filled = 0
+        for index in np.argsort(ends, kind="stable").tolist():
+            stop = int(ends[index]) + 1
+            open_rows[self.depth[filled:stop]] = np.arange(filled, stop)  # of equal depths the last one stays
+            filled = stop
+            found[index] = open_rows[: self.depth[stop - 1] + 1].copy()
+        return found
 
     def path_to(self, row: int) -> IntArray:
         """Rows from the root down to ``row``, itself included, ``[depth[row] + 1]`` ascending."""
@@ -315,7 +353,8 @@ class RolloutTree:
         )
 
 
-def _as_token_array(tokens: Any, index: int | None) -> IntArray:
+def _as_token_array(tokens: Any, index: int | None) -> tuple[IntArray, int]:
+    """Token ids as int64 (a copy where they are a tree's own, ``index`` None), and the largest of them."""
     name = "token_ids" if index is None else f"trajectory {index}"
     array = np.asarray(tokens)
     if array.ndim != 1:
@@ -324,17 +363,24 @@ def _as_token_array(tokens: Any, index: int | None) -> IntArray:
         raise ValueError(f"expected {name} to have at least one token, got an empty one")
     if array.dtype.kind not in "iu":
         raise ValueError(f"expected {name} to hold integers, got dtype {array.dtype}")
-    if array.min() < 0:
+    wide: IntArray = array.astype(np.int64, copy=index is None)
+    largest = int(wide.view(np.uint64).max())  # negative ones are the largest as unsigned: one look, not two
+    if largest > _LARGEST_ID:
+        if array.dtype.kind == "u":
+            raise ValueError(f"expected token ids below 2**63, got {array.max()} in {name}")
         raise ValueError(f"expected token ids of at least 0, got {array.min()} in {name}")
-    return array.astype(np.int64, copy=index is None)
+    return wide, largest
 
 
-def _common_prefix(first: IntArray, second: IntArray) -> int:
+_LARGEST_ID = 2**63 - 1
+# Neighbours mostly differ late or early: a block of tokens at a time stops at the first difference.
+_BLOCK = 8192
+
+
+def _common_prefix(first: NDArray[Any], second: NDArray[Any]) -> int:
     size = min(len(first), len(second))
-    # Neighbours mostly differ late or early: a block at a time stops at the first difference.
-    block = 4096
-    for start in range(0, size, block):
-        differ = first[start : min(start + block, size)] != second[start : min(start + block, size)]
+    for start in range(0, size, _BLOCK):
+        differ = first[start : min(start + _BLOCK, size)] != second[start : min(start + _BLOCK, size)]
         position = int(differ.argmax())
         if differ[position]:
             return start + position

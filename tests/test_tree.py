@@ -68,6 +68,8 @@ def test_segments_are_maximal_runs_without_branching(given_trajectories):
     tree = RolloutTree.from_trajectories(given_trajectories)
     children = [int((tree.parent == row).sum()) for row in range(tree.num_tokens)]
     assert tree.num_children.tolist() == children
+    below = [np.flatnonzero(tree.parent == row).tolist() for row in range(tree.num_tokens)]
+    assert [part.tolist() for part in np.split(tree.children, tree.child_ptr[1:-1])] == below
     starts = [row for row in range(tree.num_tokens) if tree.parent[row] < 0 or children[tree.parent[row]] > 1]
     assert tree.segment_starts.tolist() == starts
     for segment, start in enumerate(starts):
@@ -92,8 +94,11 @@ def test_from_shape_equals_from_trajectories(shape):
     tree.check()
     expected = RolloutTree.from_trajectories(paths)
     # Nodes without tokens let cousins interleave, so the rows are compared path by path and as sets.
-    for index, path in enumerate(paths):
+    for index, (path, rows) in enumerate(zip(paths, tree.paths(), strict=True)):
         assert tree.token_ids[tree.path(index)].tolist() == path
+        assert rows.tolist() == tree.path(index).tolist()
+    some = range(len(paths) - 1, -1, -2)
+    assert [rows.tolist() for rows in tree.paths(some)] == [tree.path(index).tolist() for index in some]
     assert sorted(tree.token_ids) == sorted(expected.token_ids)
     by_token = np.argsort(tree.token_ids), np.argsort(expected.token_ids)
     for name in ("depth", "occurrence_counts"):
@@ -159,6 +164,7 @@ def test_given_arrays_are_not_kept():
         ([[1.0, 2.0]], "trajectory 0 to hold integers, got dtype float64"),
         ([[True, False]], "trajectory 0 to hold integers, got dtype bool"),
         ([[1, -2]], "at least 0, got -2 in trajectory 0"),
+        ([np.array([1, 2**63], np.uint64)], "below 2\\*\\*63, got 9223372036854775808 in trajectory 0"),
     ],
 )
 def test_bad_trajectories(given_trajectories, message):

@@ -16,8 +16,17 @@ from harts_hf.batch.tables import (
     Tables,
     as_tensor,
 )
-from harts_hf.planner.chunks import CHUNK_SIZE, ChunkTree, build_chunk_tree
+from harts_hf.planner.chunks import CHUNK_SIZE, build_chunk_tree
 from harts_hf.planner.schedule import Microbatch, Schedule
+from harts_hf.planner.spans import (
+    count_below,
+    expand_ranges,
+    merge_spans,
+    places_in,
+    rows_of_spans,
+    sorted_unique,
+    spans_of_rows,
+)
 from harts_hf.tree import IntArray, RolloutTree
 
 
@@ -48,7 +57,7 @@ class TreeBatch(Tables):
     linear: LinearTables
     imports: dict[HandedKind, Imports]
     exports: dict[HandedKind, torch.Tensor]
-    _conv_source: IntArray
+    _conv_parent: IntArray  # [E + N] the row before each, of handed and own ones; -1 for none among them
     _num_handed_conv: int
     _conv: dict[int, ConvTable] = field(default_factory=dict)  # tables made so far, by width
 
@@ -73,30 +82,31 @@ class TreeBatch(Tables):
             imported: where it finds them; it reads nothing if None.
             exported: rows of the tree that others read of it; none if None.
         """
-        rows = microbatch.rows
+        rows, spans = microbatch.rows, microbatch.row_spans
         need = demands(tree, microbatch, chunk_size) if need is None else need
-        keys = np.concatenate([need["keys"], rows])
-        linear, node_of_row = _linear_tables(tree, rows, need, chunk_size)
+        keys = np.concatenate([need["keys"], rows]) if len(need["keys"]) else rows
+        above = places_in(spans, tree.parent[rows])
+        linear, last_rows = _linear_tables(tree, microbatch, need, above, chunk_size)
         owned = np.flatnonzero(microbatch.owned)
         return cls(
             id=microbatch.id,
             input_ids=as_tensor(tree.token_ids[rows])[None],
             position_ids=as_tensor(tree.depth[rows])[None],
             occurrence_counts=as_tensor(np.where(microbatch.owned, tree.occurrence_counts[rows], 0))[None],
-            labels=_labels(tree, microbatch),
+            labels=_labels(tree, microbatch, owned),
             owned=RowTable(rows=as_tensor(owned), tree_rows=as_tensor(rows[owned])),
             attention=AttentionIntervals(
-                lo=as_tensor(np.searchsorted(rows, keys)).int(),
-                hi=as_tensor(np.searchsorted(rows, tree.subtree_end[keys])).int(),
+                lo=as_tensor(np.append(count_below(spans, need["keys"]), np.arange(len(rows))).astype(np.int32)),
+                hi=as_tensor(count_below(spans, tree.subtree_end[keys]).astype(np.int32)),
             ),
             linear=linear,
             imports=imported or {},
             exports={
-                kind: as_tensor(node_of_row[wanted] if kind == "states" else np.searchsorted(rows, wanted))
+                kind: as_tensor(np.searchsorted(last_rows, wanted) if kind == "states" else count_below(spans, wanted))
                 for kind, wanted in (exported or {}).items()
                 if len(wanted)
             },
-            _conv_source=_ancestor_table(tree, rows, need["conv"]),
+            _conv_parent=_conv_parents(tree, microbatch, need["conv"], above),
             _num_handed_conv=len(need["conv"]),
         )
 
@@ -119,9 +129,13 @@ class TreeBatch(Tables):
         if width > CONV_ANCESTORS + 1:
             raise ValueError(f"expected a convolution of at most {CONV_ANCESTORS + 1} taps, got {width}")
         if width not in self._conv:
-            index = self._conv_source[:, CONV_ANCESTORS + 1 - width :].ravel()
-            num_rows = self.num_rows + self._num_handed_conv
-            self._conv[width] = ConvTable(gather=GatherIndex.build(index, num_rows), width=width).to(self.device)
+            handed, above = self._num_handed_conv, np.append(self._conv_parent, -1)  # -1 reads the last entry, -1
+            ancestors = np.empty((self.num_rows, width), np.int64)
+            ancestors[:, -1] = np.arange(handed, handed + self.num_rows)
+            for column in range(width - 2, -1, -1):
+                ancestors[:, column] = above[ancestors[:, column + 1]]
+            gather = GatherIndex.build(ancestors.ravel(), handed + self.num_rows)
+            self._conv[width] = ConvTable(gather=gather, width=width).to(self.device)
         return self._conv[width]
 
 
@@ -148,49 +162,51 @@ def build_batches(schedule: Schedule) -> list[TreeBatch]:
 
 
 def _linear_tables(
-    tree: RolloutTree, rows: IntArray, need: dict[HandedKind, IntArray], chunk_size: int
+    tree: RolloutTree, microbatch: Microbatch, need: dict[HandedKind, IntArray], above: IntArray, chunk_size: int
 ) -> tuple[LinearTables, IntArray]:
-    """The tables, and for each row of the tree the chunk node that ends there (-1 for none)."""
-    together = np.sort(np.concatenate([need["linear"], rows]))  # disjoint, so preorder again
-    position = np.full(tree.num_tokens + 1, -1, np.int64)
-    position[together] = np.arange(len(together))
-    chunks = build_chunk_tree(position[tree.parent[together]], tree.depth[together], chunk_size)
-    entry_keys = np.where(chunks.entry_row >= 0, tree.parent[together[chunks.entry_row]], -1)
-    if not np.array_equal(np.unique(entry_keys[chunks.entry_row >= 0]), need["states"]):
+    """The tables, and the row of the tree in which each of their nodes ends, ascending.
+
+    Args:
+        tree: of the microbatch.
+        microbatch: planned.
+        need: what it reads.
+        above: ``[N]`` place of each own row's parent among own rows, -1 for none.
+        chunk_size: C.
+    """
+    rows, handed = microbatch.rows, need["linear"]
+    together, parent, own = rows, above, np.arange(len(rows))
+    if len(handed):
+        spans = merge_spans(np.concatenate([microbatch.row_spans, spans_of_rows(handed)]))  # disjoint
+        together = rows_of_spans(spans)  # preorder again
+        parent, own = places_in(spans, tree.parent[together]), places_in(spans, rows)
+    chunks = build_chunk_tree(parent, tree.depth[together], chunk_size)
+    is_entry = chunks.entry_row >= 0
+    entry_keys = np.where(is_entry, tree.parent[together[chunks.entry_row]], -1)
+    if not np.array_equal(sorted_unique(entry_keys[is_entry]), need["states"]):
         raise ValueError(
             "expected rows closed under parent together with the prefix, got a row whose parent is missing"
         )
-    node_of_row = np.full(tree.num_tokens, -1, np.int64)
-    node_of_row[together[_last_rows(chunks)]] = np.arange(chunks.num_nodes)
-    return LinearTables.build(chunks, position[rows], entry_keys), node_of_row
+    last_rows = together[chunks.rows[np.arange(chunks.num_nodes), chunks.lengths - 1]]
+    return LinearTables.build(chunks, own, entry_keys), last_rows
 
 
-def _last_rows(chunks: ChunkTree) -> IntArray:
-    return chunks.rows[np.arange(chunks.num_nodes), chunks.lengths - 1]
+def _conv_parents(tree: RolloutTree, microbatch: Microbatch, handed: IntArray, above: IntArray) -> IntArray:
+    """``[E + N]`` place among handed and own rows of the row before each, -1 for none."""
+    if len(handed) == 0:
+        return above
+    rows = tree.parent[np.concatenate([handed, microbatch.rows])]
+    found = np.minimum(np.searchsorted(handed, rows), len(handed) - 1)
+    own = places_in(microbatch.row_spans, rows)
+    return np.where(own >= 0, own + len(handed), np.where(handed[found] == rows, found, -1))
 
 
-def _ancestor_table(tree: RolloutTree, rows: IntArray, handed: IntArray) -> IntArray:
-    """``[N, CONV_ANCESTORS + 1]`` positions among handed and own rows of each row's last ancestors and itself."""
-    position = np.full(tree.num_tokens + 1, -1, np.int64)
-    position[handed] = np.arange(len(handed))
-    position[rows] = len(handed) + np.arange(len(rows))
-    parent = np.append(tree.parent, -1)
-    columns = [rows]
-    for _ in range(CONV_ANCESTORS):
-        columns.append(parent[columns[-1]])
-    return position[np.stack(columns[::-1], axis=1)]
-
-
-def _labels(tree: RolloutTree, microbatch: Microbatch) -> LabelTable:
-    """Labels of owned rows: the tokens directly below them, wherever those are computed."""
-    owner = np.full(tree.num_tokens + 1, -1, np.int64)
-    owned = np.flatnonzero(microbatch.owned)
-    owner[microbatch.rows[owned]] = owned
-    predictor = owner[tree.parent]
-    tree_rows = np.flatnonzero(predictor >= 0)
-    tree_rows = tree_rows[np.argsort(predictor[tree_rows], kind="stable")]
+def _labels(tree: RolloutTree, microbatch: Microbatch, owned: IntArray) -> LabelTable:
+    """Labels of owned rows (``owned``, their numbers): the tokens directly below them, wherever those are computed."""
+    spans = microbatch.owned_spans
+    _, positions = expand_ranges(tree.child_ptr[spans[:, 0]], tree.child_ptr[spans[:, 1]])
+    tree_rows = tree.children[positions]
     return LabelTable(
-        rows=as_tensor(predictor[tree_rows]),
+        rows=as_tensor(np.repeat(owned, tree.num_children[microbatch.rows[owned]])),
         token_ids=as_tensor(tree.token_ids[tree_rows]),
         tree_rows=as_tensor(tree_rows),
     )

@@ -6,13 +6,14 @@ rows, then the ``N`` own ones), so a kernel is given the concatenated tensor and
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 
 from harts_hf.planner.chunks import ChunkTree
+from harts_hf.planner.spans import sorted_unique
 from harts_hf.tree import IntArray
 
 # Bytes that tables copied together start at multiples of, as PyTorch's allocator has it for tensors of their own.
@@ -77,17 +78,19 @@ def packed(tensors: Sequence[torch.Tensor], *, pinned: bool = False) -> tuple[to
         places.append(_Place(end, tensor.dtype, tensor.shape))
         end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
-    for tensor, view in zip(tensors, unpacked(buffer, places), strict=True):
-        view.copy_(tensor)
+    if tensors:
+        torch._foreach_copy_(unpacked(buffer, places), tensors)
     return buffer, places
 
 
 def unpacked(buffer: torch.Tensor, places: list[_Place]) -> list[torch.Tensor]:
     """The tensors that :func:`packed` has put together, as views."""
-    return [
-        buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-        for start, dtype, shape in places
-    ]
+    typed = {dtype: buffer.view(dtype) for dtype in {place.dtype for place in places}}
+    views = []
+    for start, dtype, shape in places:
+        view = typed[dtype].narrow(0, start // dtype.itemsize, shape.numel())
+        views.append(view if len(shape) == 1 else view.view(shape))
+    return views
 
 
 def _tensors_of(value: Any) -> list[torch.Tensor]:
@@ -141,9 +144,10 @@ class GatherIndex(Tables):
     @classmethod
     def build(cls, index: IntArray, num_rows: int) -> "GatherIndex":
         """From ``index`` [P] (values -1..num_rows-1) over ``num_rows`` rows."""
-        positions = np.argsort(index, kind="stable")[np.count_nonzero(index < 0) :]
-        ptr = np.zeros(num_rows + 1, np.int64)
-        np.cumsum(np.bincount(index[index >= 0], minlength=num_rows), out=ptr[1:])
+        ptr = np.cumsum(np.bincount(index + 1, minlength=num_rows + 1))
+        num_without = int(ptr[0])
+        positions = np.argsort(index, kind="stable")[num_without:]
+        ptr -= num_without
         return cls(index=as_tensor(index), ptr=as_tensor(ptr), positions=as_tensor(positions))
 
 
@@ -152,8 +156,6 @@ class LinearTables(Tables):
     """How a linear-attention layer walks the chunk tree of a microbatch of ``N`` own rows (``M`` chunk nodes).
 
     Attributes:
-        gather: ``M * C`` positions over ``E + N`` post-convolution rows: ``m * C + s`` is slot ``s`` of node ``m``.
-        output: ``N`` positions over ``M * C``: where each own row's output is taken from.
         lengths: ``[M]`` rows of each node, 1 to C; the slots after them are empty.
         parent: ``[M]`` the node whose outgoing state a node starts from (always a smaller number), -1 for none.
         initial: ``[M]`` the boundary state a node starts from (a row of ``initial_states``), -1 for none.
@@ -164,10 +166,12 @@ class LinearTables(Tables):
         children: ``[child_ptr[-1]]`` those nodes, ascending.
         has_child: ``[M]`` bool, whether anything in this microbatch starts from the node's outgoing state.
         chunk_size: C.
+        slot_rows: ``[M * C]`` int64 of NumPy, the row, of ``E + N`` post-convolution ones, at slot ``s`` of node ``m``
+            (entry ``m * C + s``); -1 in empty slots.
+        row_slots: ``[N]`` int64 of NumPy, the entry of those that each own row's output is taken from.
+        num_read: E + N.
     """
 
-    gather: GatherIndex
-    output: GatherIndex
     lengths: torch.Tensor
     parent: torch.Tensor
     initial: torch.Tensor
@@ -177,6 +181,10 @@ class LinearTables(Tables):
     children: torch.Tensor
     has_child: torch.Tensor
     chunk_size: int
+    slot_rows: IntArray
+    row_slots: IntArray
+    num_read: int
+    _made: dict[str, GatherIndex] = field(default_factory=dict)
 
     @property
     def num_nodes(self) -> int:
@@ -186,7 +194,22 @@ class LinearTables(Tables):
     @property
     def num_rows(self) -> int:
         """N."""
-        return len(self.output.index)
+        return len(self.row_slots)
+
+    @property
+    def gather(self) -> GatherIndex:
+        """``M * C`` positions over the ``E + N`` rows, as :attr:`slot_rows` has them."""
+        return self._gather("gather", self.slot_rows, self.num_read)
+
+    @property
+    def output(self) -> GatherIndex:
+        """``N`` positions over ``M * C``, as :attr:`row_slots` has them."""
+        return self._gather("output", self.row_slots, self.num_nodes * self.chunk_size)
+
+    def _gather(self, name: str, index: IntArray, num_rows: int) -> GatherIndex:
+        if name not in self._made:  # on a GPU nobody asks: kernels there read packed chains
+            self._made[name] = GatherIndex.build(index, num_rows).to(self.parent.device)
+        return self._made[name]
 
     @classmethod
     def build(cls, chunks: ChunkTree, own_rows: IntArray, entry_keys: IntArray | None = None) -> "LinearTables":
@@ -200,22 +223,21 @@ class LinearTables(Tables):
                 order of their numbers.
         """
         num_all, size = len(chunks.owner), chunks.chunk_size
-        is_own = np.zeros(num_all, bool)
-        is_own[own_rows] = True
-        new_number = np.empty(num_all + 1, np.int64)
-        new_number[np.concatenate([np.flatnonzero(~is_own), own_rows])] = np.arange(num_all)
-        new_number[-1] = -1
+        slot_rows, row_slots = chunks.rows.ravel(), chunks.owner * size + chunks.owner_slot
+        if len(own_rows) < num_all:
+            is_own = np.zeros(num_all, bool)
+            is_own[own_rows] = True
+            new_number = np.empty(num_all + 1, np.int64)
+            new_number[np.concatenate([np.flatnonzero(~is_own), own_rows])] = np.arange(num_all)
+            new_number[-1] = -1
+            slot_rows, row_slots = new_number[slot_rows], row_slots[own_rows]
         keys = chunks.entry_row if entry_keys is None else entry_keys
         is_entry = chunks.entry_row >= 0
-        initial = np.where(is_entry, np.searchsorted(np.unique(keys[is_entry]), keys), -1)
+        initial = np.where(is_entry, np.searchsorted(sorted_unique(keys[is_entry]), keys), -1)
         order = np.argsort(chunks.level, kind="stable")
         level_ptr = np.searchsorted(chunks.level[order], np.arange(chunks.level.max() + 2))
         children = GatherIndex.build(chunks.parent, chunks.num_nodes)
         return cls(
-            gather=GatherIndex.build(new_number[chunks.rows.ravel()], num_all),
-            output=GatherIndex.build(
-                chunks.owner[own_rows] * size + chunks.owner_slot[own_rows], chunks.num_nodes * size
-            ),
             lengths=as_tensor(chunks.lengths),
             parent=as_tensor(chunks.parent),
             initial=as_tensor(initial),
@@ -225,6 +247,9 @@ class LinearTables(Tables):
             children=children.positions,
             has_child=children.ptr[1:] > children.ptr[:-1],
             chunk_size=size,
+            slot_rows=slot_rows,
+            row_slots=row_slots,
+            num_read=num_all,
         )
 
 
@@ -299,6 +324,10 @@ class LabelTable(RowTable):
     token_ids: torch.Tensor
 
 
-def as_tensor(array: Any) -> torch.Tensor:
-    """A tensor with a copy of the array: arrays of a tree are read-only, which torch warns about."""
-    return torch.from_numpy(np.array(array))
+def as_tensor(array: IntArray) -> torch.Tensor:
+    """A tensor of an array that nobody else writes to, with a copy of its numbers where they may be somebody's.
+
+    Arrays of a tree are read-only, which torch warns about; views are of arrays that live on.
+    """
+    is_own = array.flags.writeable and array.flags.owndata
+    return torch.from_numpy(array if is_own else np.array(array))

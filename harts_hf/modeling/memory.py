@@ -51,6 +51,7 @@ class RowBytes:
         layer: gradients of one layer (the largest one) before they are added to those that are there.
         casts: autocast's copies of weights while a forward runs.
         kept_casts: those that stay as long as the forward has a graph.
+        state_elements: of the state of a chunk node in a linear layer; no bytes, and what offsets of kernels reach.
     """
 
     kept: float
@@ -65,6 +66,7 @@ class RowBytes:
     layer: float
     casts: float = 0.0
     kept_casts: float = 0.0
+    state_elements: int = 0
 
     @property
     def row(self) -> float:
@@ -115,7 +117,8 @@ def row_bytes(
     kinds = [config.layer_types[number] for number in whole]
     linear, full = (kinds.count(f"{kind}_attention") for kind in ("linear", "full"))
     inputs = stream * config.hidden_size * (len(layers) - len(whole))
-    filled = _FILLED * width * family.linear_shape(config).conv_channels
+    shape = family.linear_shape(config)
+    filled = _FILLED * width * shape.conv_channels
     prefix = width * family.key_elements(config, True)
     largest = max(range(len(layers)), key=lambda number: graphs[number])
     head: Any = base.get_output_embeddings()
@@ -136,6 +139,7 @@ def row_bytes(
         layer=float(max(_trained_bytes(layer) for layer in layers)),
         casts=float(casts),
         kept_casts=float(casts) * len(whole) / len(layers),
+        state_elements=shape.heads * shape.keys * shape.values,
     )
 
 

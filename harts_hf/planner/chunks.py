@@ -6,7 +6,6 @@ chunk gives each child a node of its own, and the rows before the branch are *re
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -109,7 +108,7 @@ def build_chunk_tree(parent: IntArray, depth: IntArray, chunk_size: int = CHUNK_
     Raises:
         ValueError: a root at a depth that is not a multiple of ``chunk_size``: its chunk's earlier rows are missing.
 
-    Complexity: O(C * M) NumPy work for M nodes and one Python step per level of the chunk tree.
+    Complexity: O(N + C * M) NumPy work for M nodes, times the most branches above which a chunk's path stands.
     """
     roots = parent < 0
     if (depth[roots] % chunk_size != 0).any():
@@ -118,25 +117,18 @@ def build_chunk_tree(parent: IntArray, depth: IntArray, chunk_size: int = CHUNK_
             f"expected roots at depths that are multiples of {chunk_size}, got row {row} at depth {depth[row]}"
         )
     num_rows = len(parent)
-    has_child = np.zeros(num_rows, bool)
-    has_child[parent[~roots]] = True
-    ends = np.flatnonzero((depth % chunk_size == chunk_size - 1) | ~has_child)
+    is_end = np.ones(num_rows, bool)
+    is_end[parent[~roots]] = False
+    is_end |= depth % chunk_size == chunk_size - 1
+    ends = np.flatnonzero(is_end)
     lengths = depth[ends] % chunk_size + 1
-    rows = np.full((len(ends), chunk_size), -1, np.int64)
-    current = ends.copy()
-    active = np.arange(len(ends))
-    for back in range(chunk_size):
-        rows[active, lengths[active] - 1 - back] = current
-        going_on = lengths[active] - 1 > back
-        active = active[going_on]
-        current = parent[current[going_on]]
+    rows = _rows_of_nodes(parent, ends, lengths, chunk_size)
     first_rows = rows[:, 0]
     row_above = parent[first_rows]
     node_of_end = np.full(num_rows + 1, -1, np.int64)
     node_of_end[ends] = np.arange(len(ends))
     node_parent = node_of_end[row_above]  # row_above -1 reads the last entry, -1
     entry_row = np.where((node_parent < 0) & (depth[first_rows] > 0), first_rows, -1)
-    owner = np.searchsorted(ends, np.arange(num_rows))
     return ChunkTree(
         chunk_size=chunk_size,
         rows=rows,
@@ -144,20 +136,42 @@ def build_chunk_tree(parent: IntArray, depth: IntArray, chunk_size: int = CHUNK_
         parent=node_parent,
         entry_row=entry_row,
         level=_levels(node_parent, depth[ends] // chunk_size),
-        owner=owner,
+        owner=np.cumsum(is_end) - is_end,  # ends before each row
         owner_slot=depth % chunk_size,
     )
 
 
+def _rows_of_nodes(parent: IntArray, ends: IntArray, lengths: IntArray, chunk_size: int) -> IntArray:
+    """``[M, C]`` the rows of paths of ``lengths`` that end at ``ends``, -1 past them.
+
+    Rows that follow their parent at once stand in runs, so a path is a few of them: a NumPy step for each of the path
+    that has most.
+    """
+    number = np.arange(len(parent))
+    run_start = np.maximum.accumulate(np.where(parent != number - 1, number, 0))
+    slot = np.arange(chunk_size)
+    first = ends - lengths + 1
+    rows = first[:, None] + slot
+    rows[slot >= lengths[:, None]] = -1
+    left, last = lengths, ends
+    nodes = np.flatnonzero(run_start[ends] > first)
+    while nodes.size:
+        start = run_start[last[nodes]]
+        left, last = left.copy(), last.copy()
+        left[nodes] -= last[nodes] - start + 1
+        last[nodes] = parent[start]
+        before = (last - left)[nodes, None] + 1 + slot
+        rows[nodes] = np.where(slot < left[nodes, None], before, rows[nodes])
+        nodes = nodes[run_start[last[nodes]] > last[nodes] - left[nodes] + 1]
+    return rows
+
+
 def _levels(parent: IntArray, chunk_index: IntArray) -> IntArray:
     """Number of nodes above each node; ``chunk_index`` grows by one from a node to its child."""
-    level = np.zeros(len(parent), np.int64)
-    if len(parent) == 0:
-        return level
-    order = np.argsort(chunk_index, kind="stable")
-    bounds = np.searchsorted(chunk_index[order], np.arange(chunk_index.max() + 2))
-    for start, stop in pairwise(bounds):
-        nodes = order[start:stop]
-        inner = nodes[parent[nodes] >= 0]
-        level[inner] = level[parent[inner]] + 1
-    return level
+    roots = parent < 0
+    if not chunk_index[roots].any():
+        return chunk_index
+    top = np.where(roots, np.arange(len(parent)), parent)
+    while not roots[top].all():  # twice as far up each time
+        top = top[top]
+    return chunk_index - chunk_index[top]

@@ -54,26 +54,27 @@ def decompose_chains(parent: IntArray, *, taps: Taps = "anywhere") -> ChainDecom
         parent: ``[M]`` the chunk node above each, below the node's own number; -1 at a root.
         taps: see :func:`min_linear_calls`.
 
-    Complexity: O(M), one Python step per node.
+    Complexity: O(M) NumPy work, one Python step per run of nodes that follow one another and do not branch.
     """
     if taps not in get_args(Taps):
         raise ValueError(f"expected taps to be one of {', '.join(get_args(Taps))}, got {taps!r}")
-    above: list[int] = parent.tolist()
-    num_nodes = len(above)
+    if len(parent) == 0:
+        return ChainDecomposition(call=parent, head=parent, num_calls=0)
+    first, run, above = _runs(parent)
     needed, heavy = _strahler_numbers(above, taps)
-    call = [0] * num_nodes
-    head = list(range(num_nodes))
-    for node, node_above in enumerate(above):
-        if node_above < 0:
+    call = [0] * len(above)
+    head = list(range(len(above)))
+    for one, one_above in enumerate(above):
+        if one_above < 0:
             continue
-        if heavy[node_above] == node:
-            call[node], head[node] = call[node_above], head[node_above]
+        if heavy[one_above] == one:
+            call[one], head[one] = call[one_above], head[one_above]
         else:
-            call[node] = call[node_above] + 1
+            call[one] = call[one_above] + 1
     return ChainDecomposition(
-        call=np.asarray(call, np.int64),
-        head=np.asarray(head, np.int64),
-        num_calls=max((needed[node] for node in range(num_nodes) if above[node] < 0), default=0),
+        call=np.asarray(call, np.int64)[run],
+        head=first[head][run],
+        num_calls=max(needed[one] for one in range(len(above)) if above[one] < 0),
     )
 
 
@@ -90,18 +91,25 @@ def calls_of_forests(parent: IntArray, forest: IntArray, num_forests: int) -> In
     calls = np.zeros(num_forests, np.int64)
     if len(parent) == 0:
         return calls
-    children = np.bincount(parent[parent >= 0], minlength=len(parent))
-    number = np.arange(len(parent))
-    goes_on = (parent == number - 1) & (children[number - 1] == 1) & (parent >= 0)
-    head = np.flatnonzero(~goes_on)
-    run = np.cumsum(~goes_on) - 1
-    above = np.where(parent[head] < 0, -1, run[parent[head]])
-    needed = np.ones(len(head), np.int64)
-    if (above >= 0).any():
-        needed = np.array(_strahler_numbers(above.tolist(), "anywhere")[0], np.int64)
-    roots = above < 0
-    np.maximum.at(calls, forest[head[roots]], needed[roots])
+    first, _, above = _runs(parent)
+    needed = np.array(_strahler_numbers(above, "anywhere")[0], np.int64)
+    roots = np.array(above) < 0
+    np.maximum.at(calls, forest[first[roots]], needed[roots])
     return calls
+
+
+def _runs(parent: IntArray) -> tuple[IntArray, IntArray, list[int]]:
+    """Runs of nodes that follow one another and do not branch: each goes on in one chain.
+
+    Returns:
+        The first node of each run; ``[M]`` the run of each node; the run above each, -1 at a root.
+    """
+    number = np.arange(len(parent))
+    children = np.bincount(parent[parent >= 0], minlength=len(parent))
+    goes_on = (parent == number - 1) & (children[number - 1] == 1) & (parent >= 0)
+    first = np.flatnonzero(~goes_on)
+    run = np.cumsum(~goes_on) - 1
+    return first, run, np.where(parent[first] < 0, -1, run[parent[first]]).tolist()
 
 
 def _strahler_numbers(above: list[int], taps: Taps) -> tuple[list[int], list[int]]:

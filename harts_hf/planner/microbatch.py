@@ -5,7 +5,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from harts_hf.planner.spans import NO_SPANS, rows_of_spans, span_size, spans_of_rows
+from harts_hf.planner.spans import NO_SPANS, contains, rows_of_spans, span_size, spans_of_rows
 from harts_hf.tree import IntArray
 
 
@@ -68,7 +68,7 @@ class Microbatch:
         statistics. A row that is not owned is a prefix computed again. Over all microbatches every row of the tree is
         owned exactly once.
         """
-        return np.isin(self.rows, rows_of_spans(self.owned_spans), assume_unique=True)
+        return contains(self.owned_spans, self.rows)
 
     @cached_property
     def prefix(self) -> IntArray:

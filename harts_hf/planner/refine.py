@@ -10,7 +10,7 @@ from harts_hf.planner.leaf_table import LeafTable
 from harts_hf.planner.orders import LimitError
 from harts_hf.planner.placement import place_roots, place_runs, walks_of_owners
 from harts_hf.planner.schedule import Schedule
-from harts_hf.planner.trials import MANY_PIECES, Cuts, Task, build_schedule, cuts_to_try
+from harts_hf.planner.trials import MANY_PIECES, Cuts, Task, build_schedule, build_whole, cuts_to_try
 from harts_hf.planner.walk import Walk
 from harts_hf.tree import IntArray, RolloutTree
 
@@ -31,6 +31,9 @@ def best_schedule(tree: RolloutTree, config: PlannerConfig) -> Schedule:
         LimitError: limits under which no schedule was found; the message names the smallest that would work.
     """
     task = Task.of(tree, config)
+    whole = build_whole(task)
+    if whole is not None:
+        return whole
     walk = Walk.of_tree(tree).reordered(deepest="last")
     owners = _placements(task, walk)
     trials = list(_trials(task, walk, owners))

@@ -66,8 +66,33 @@ def contains(spans: IntArray, rows: IntArray) -> NDArray[np.bool_]:
     """Which of ``rows`` lie in ascending disjoint spans."""
     if len(spans) == 0:
         return np.zeros(len(rows), bool)
+    if len(spans) == 1:
+        return (rows >= spans[0, 0]) & (rows < spans[0, 1])
     index = np.searchsorted(spans[:, 0], rows, side="right") - 1
     return (index >= 0) & (rows < spans[index, 1])
+
+
+def count_below(spans: IntArray, rows: IntArray) -> IntArray:
+    """How many rows of ascending disjoint spans are smaller than each of ``rows``."""
+    if len(spans) == 1:
+        return np.clip(rows, spans[0, 0], spans[0, 1]) - spans[0, 0]
+    before = np.append(0, np.cumsum(spans[:, 1] - spans[:, 0]))
+    after = np.searchsorted(spans[:, 0], rows)  # spans that begin below a row
+    last = np.maximum(after - 1, 0)
+    return np.where(after > 0, before[last] + np.minimum(rows, spans[last, 1]) - spans[last, 0], 0)
+
+
+def places_in(spans: IntArray, rows: IntArray) -> IntArray:
+    """Number of each of ``rows`` among those of ascending disjoint spans, -1 for rows that are in none."""
+    if len(spans) == 0:
+        return np.full(len(rows), -1)
+    if len(spans) == 1:
+        start, stop = spans[0].tolist()
+        return np.where((rows >= start) & (rows < stop), rows - start, -1)
+    before = np.cumsum(spans[:, 1] - spans[:, 0]) - (spans[:, 1] - spans[:, 0])
+    index = np.searchsorted(spans[:, 0], rows, side="right") - 1
+    inside = (index >= 0) & (rows < spans[index, 1])
+    return np.where(inside, rows - spans[index, 0] + before[index], -1)
 
 
 def intersect(first: IntArray, second: IntArray) -> tuple[IntArray, IntArray]:

@@ -151,10 +151,29 @@ def build_schedule(task: Task, walks: Sequence[Walk], cuts: Cuts) -> Schedule:
     Raises:
         LimitError: no such order.
     """
-    config = task.config
     microbatches = assemble(walks, cuts)
+    return _ordered(task, microbatches, Accounts.of(task.ends, microbatches, task.cost), len(walks))
+
+
+def build_whole(task: Task) -> Schedule | None:
+    """The schedule of one microbatch on one rank; None where the limits do not allow it.
+
+    There is nothing to choose then: every walk is cut nowhere.
+    """
+    config, num_rows = task.config, task.tree.num_tokens
+    if config.world_size > 1 or num_rows > task.max_rows:
+        return None
+    spans = np.array([[0, num_rows]])
+    microbatches = [Microbatch.from_spans(id=0, row_spans=spans, owned_spans=spans)]
     accounts = Accounts.of(task.ends, microbatches, task.cost)
-    by_rank: list[list[Microbatch]] = [[] for _ in walks]
+    if config.max_linear_rows is not None and accounts.measures[0].work.linear_rows > config.max_linear_rows:
+        return None
+    return _ordered(task, microbatches, accounts, 1)
+
+
+def _ordered(task: Task, microbatches: list[Microbatch], accounts: Accounts, num_ranks: int) -> Schedule:
+    config = task.config
+    by_rank: list[list[Microbatch]] = [[] for _ in range(num_ranks)]
     for microbatch in microbatches:
         by_rank[microbatch.rank].append(microbatch)
     handed = {} if config.max_handoff_bytes is None else accounts.handed
@@ -167,7 +186,7 @@ def build_schedule(task: Task, walks: Sequence[Walk], cuts: Cuts) -> Schedule:
             failures.append(error)
     if failures:  # what works has to work on every rank
         raise LimitError(join_needs(failure.needed for failure in failures), config)
-    if task.execution == "nested" and len(walks) > 1:
+    if task.execution == "nested" and num_ranks > 1:
         rank_ops = _interleaved(config, rank_ops, microbatches, accounts)
     return Schedule(
         tree=task.tree,

@@ -11,8 +11,11 @@ MARGIN = 0.1
 # Parts of what is left for rows: the limit of handed bytes, if one is asked for, by the planner's count, which is two
 # to five times too high (docs/windows.md); and what is kept for handed states and for reading prefixes.
 HANDED, KEPT = 1 / 4, 3 / 16
-# Most rows of a microbatch: more of them have not been tried, and the GPU is as busy with fewer.
-MOST_ROWS = 65_536
+# Most rows of a microbatch: somewhat more than have been tried (91,408); the GPU is as busy with fewer.
+MOST_ROWS = 131_072
+# Elements that 32-bit offsets reach. Our kernels count in 64 bits; FLA's do not in every release, and their largest
+# tensor is of the states of a group of chunk nodes, up to a quarter more than the rows fill (default_group_size).
+REACHED, REPLAYED = 2**31, 1.25
 
 
 _SIZE = re.compile(
@@ -71,13 +74,23 @@ def fitting_budget(rows: RowBytes, room: float, *, offload: bool = False, reason
             f"for the head, {_size(rows.row)} per row), got {_size(room) if room > 0 else 'nothing left'}: take "
             "activation checkpointing, another optimizer, adapters, or more processes that share the model"
         )
-    number = _rounded(min(int(count), MOST_ROWS))
+    number = _rounded(min(int(count), most_rows(rows.state_elements)))
     return Budget(
         max_tokens=number,
         max_graph_tokens=number,
         max_handoff_bytes=None if offload else int(left * HANDED),
         reason=reason,
     )
+
+
+def most_rows(state_elements: int) -> int:
+    """The largest limit of rows, whatever the memory.
+
+    Args:
+        state_elements: of the state of a chunk node in a linear layer; 0 if there is none.
+    """
+    reached = int(REACHED * CHUNK_SIZE / REPLAYED / state_elements) if state_elements else MOST_ROWS
+    return min(MOST_ROWS, reached)
 
 
 def _size(count: float) -> str:

@@ -92,7 +92,7 @@ class TreeUpdate:
             trajectories = rows.trajectories()
             known = self._known.of_trajectories([rows], [len(trajectories)])
             window = self.planner(self._known.merge(self._known.marked(trajectories, known) or [rows.stand_in()]))
-            paths = [window.tree.path(number) for number in range(len(trajectories))]
+            paths = window.tree.paths(range(len(trajectories)))
             index = rows.index(paths)
             routes = merge_routes(window.tree.num_tokens, paths, known, Ranks())
             self.planned = window
@@ -183,7 +183,7 @@ class TreeUpdate:
         window = placed.window.to(self.device)
         seconds = {"planning": time.perf_counter() - started}
         with ranks.together():
-            paths = [window.tree.path(placed.first + number) for number in range(len(own))]
+            paths = window.tree.paths(range(placed.first, placed.first + len(own)))
             left = iter(paths)
             indices = [one.index([next(left) for _ in part]) for one, part in zip(rows, trajectories, strict=True)]
             missing = [name for name in names if name not in indices[0]]

@@ -39,6 +39,8 @@ class TreeWindow:
             a rank of it.
     """
 
+    _device: torch.device | str = "cpu"
+
     def __init__(
         self,
         trajectories: Sequence[ArrayLike] | RolloutTree,
@@ -99,15 +101,19 @@ class TreeWindow:
 
     @cached_property
     def dummy(self) -> TreeBatch:
-        """One token that nothing is asked of, for ranks that have to run more ops than they have microbatches."""
+        """One token that nothing is asked of, for ranks that have to run more ops than they have microbatches.
+
+        Made on first use: most windows have none.
+        """
         tree = RolloutTree.from_trajectories([self.tree.token_ids[:1]])
-        return TreeBatch.build(tree, Microbatch(id=DUMMY, rows=[0], owned=[False]))
+        return TreeBatch.build(tree, Microbatch(id=DUMMY, rows=[0], owned=[False])).to(self._device)
 
     def to(self, device: torch.device | str) -> "TreeWindow":
         """The same window with its microbatches on ``device``."""
         moved = copy.copy(self)
         moved.batches = [batch.to(device) for batch in self.batches]
-        moved.dummy = self.dummy.to(device)
+        moved._device = device
+        vars(moved).pop("dummy", None)
         return moved
 
     def _warn_oversized(self) -> None:

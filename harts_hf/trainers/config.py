@@ -31,7 +31,7 @@ class TreeOptions:
     Parameters:
         tree_max_tokens_per_microbatch (`int` or `"auto"`, *optional*, defaults to `"auto"`):
             Rows (unique tokens) that one forward may take. `"auto"`: on a GPU as many as are predicted to fit into its
-            free memory, at most 65,536, the same on all processes; elsewhere 16,384. It is found before the first
+            free memory, at most 131,072, the same on all processes; elsewhere 16,384. It is found before the first
             step and is the metric `tree/max_tokens_per_microbatch`; set that number to have the same plans on a
             machine with other memory. Where memory runs out in a step, whatever the number, it is halved (or the
             rows of the largest microbatch are, where those are fewer) and the step begun again, once: a warning says

@@ -10,7 +10,7 @@ from strategies import shapes
 
 from harts_hf.planner import CostModel, PlannerConfig, build_chunk_tree, plan_window
 from harts_hf.planner.cuts import PieceLimits, cut_evenly, cut_greedily, cut_whole_paths
-from harts_hf.planner.spans import merge_spans
+from harts_hf.planner.spans import contains, count_below, merge_spans, places_in, rows_of_spans
 from harts_hf.planner.walk import CutTable, Walk
 from harts_hf.tree import RolloutTree
 
@@ -195,3 +195,14 @@ def test_spans_are_merged():
     """Spans in any order become ascending, and neighbours that touch become one."""
     spans = np.array([[8, 9], [0, 2], [2, 5], [6, 8]])
     assert merge_spans(spans).tolist() == [[0, 5], [6, 9]]
+
+
+@pytest.mark.parametrize("spans", [[], [[0, 4]], [[3, 5]], [[0, 1], [2, 5], [6, 8]], [[1, 2], [4, 9]]])
+def test_rows_in_spans(spans):
+    """Whether rows lie in spans, which of theirs they are, and how many are smaller."""
+    spans, rows = np.array(spans, np.int64).reshape(-1, 2), np.arange(-1, 11)
+    held = rows_of_spans(spans).tolist()
+    assert contains(spans, rows).tolist() == [row in held for row in rows]
+    assert places_in(spans, rows).tolist() == [held.index(row) if row in held else -1 for row in rows]
+    if held:  # a microbatch has rows
+        assert count_below(spans, rows).tolist() == [sum(one < row for one in held) for row in rows]

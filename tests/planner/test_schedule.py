@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import shapes
 
-from harts_hf.planner import CostModel, Microbatch, PlannerConfig, Schedule, decompose_chains, plan_window
+from harts_hf.planner import CostModel, Microbatch, PlannerConfig, Schedule, decompose_chains, plan_window, refine
 from harts_hf.planner.cost import UnitSeconds
 from harts_hf.planner.spans import rows_of_spans
 from harts_hf.tree import RolloutTree
@@ -40,6 +41,18 @@ def configs(draw):
         execution=draw(st.sampled_from(["auto", "replay", "nested", "keep"])),
         cost=draw(st.sampled_from([None, CostModel(handoff_bytes_per_row=1, handoff_bytes_per_state=10)])),
     )
+
+
+@settings(max_examples=30)
+@given(trees(), configs(), st.booleans())
+def test_one_microbatch_is_planned_without_a_search(tree, config, handoff):
+    """What fits into one microbatch gets the plan that the search over walks and cuts ends with."""
+    config = replace(config, max_tokens_per_microbatch=1000, max_graph_tokens=1000, world_size=1, handoff=handoff)
+    found = plan_window(tree, config)
+    with mock.patch.object(refine, "build_whole", lambda task: None):
+        searched = plan_window(tree, config)
+    assert found.to_json() == searched.to_json() and str(found) == str(searched)
+    assert found.estimated_seconds == searched.estimated_seconds
 
 
 @settings(max_examples=50)

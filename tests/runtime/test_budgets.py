@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -172,10 +173,16 @@ def test_budgets(rows):
     """Rows grow with memory in steps of a fifth at most, up to a limit; too little is an error that names what is."""
     found = [fitting_budget(rows, 8e8 * 1.02**step) for step in range(300)]
     numbers = [one.max_tokens for one in found]
-    assert numbers == sorted(numbers) and numbers[-1] == 65_536 and len(set(numbers)) < 40
+    assert numbers == sorted(numbers) and numbers[-1] == 131_072 and len(set(numbers)) < 45
     for before, after in pairwise(sorted(set(numbers))):
         assert after % 64 == 0 and after <= max(before + 64, 1.25 * before)
     assert fitting_budget(rows, 1e9, offload=True).max_handoff_bytes is None
+    # No tensor of a linear layer has 2**31 elements, whatever memory there is.
+    assert rows.state_elements == 16 * 128 * 128
+    for heads, most in ((16, 131_072), (32, 131_072), (64, 98_304), (128, 49_152)):
+        state = heads * 128 * 128
+        found = fitting_budget(replace(rows, state_elements=state), 1e13).max_tokens
+        assert found == most and 1.25 * found / 64 * state < 2**31
     with pytest.raises(DoesNotFitError, match=r"expected at least [\d.]+ [GM]B beside.*got 100\.00 MB: take activ"):
         fitting_budget(rows, 1e8)
 

@@ -36,8 +36,9 @@ def test_windows_move_whole():
     tree = RolloutTree.from_trajectories(branching(65, vocab=VOCAB))
     window = TreeWindow.from_schedule(branching(65, vocab=VOCAB), cut_schedule(tree, [60, 90], "replay"))
     for batch in window.batches:
-        batch.conv(4)
+        assert batch.conv(4).width and batch.linear.gather.num_rows and batch.linear.output.num_rows  # made on use
     moved = window.to("meta")
+    assert "dummy" not in vars(window) and "dummy" not in vars(moved)  # of windows that run none, none is made
     found = tensors_of([*moved.batches, moved.dummy])
     assert len(found) > 100
     assert {tensor.device.type for tensor in found} == {"meta"}

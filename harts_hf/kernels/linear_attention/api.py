@@ -130,7 +130,7 @@ def _check(
     export_nodes: torch.Tensor | None,
 ) -> None:
     check_floating(q=q, k=k, v=v, g=g, beta=beta)
-    check_shape("q", q, (tables.gather.num_rows, "H", "K"))
+    check_shape("q", q, (tables.num_read, "H", "K"))
     check_shape("k", k, q.shape)
     check_shape("v", v, (len(q), "HV", "V"))
     check_shape("beta", beta, (len(q), v.shape[1]))

@@ -172,15 +172,15 @@ def build_packed_chains(
     position_of_node = np.zeros(num_nodes + 1, np.int64)
     np.cumsum(lengths[order], out=position_of_node[1:])
     slots = _slots(parent, order[chain_start], order, _host(tables.initial)[order[chain_start]], exports, num_initial)
-    rows = _host(tables.gather.index).reshape(num_nodes, size)[order]
+    rows = tables.slot_rows.reshape(num_nodes, size)[order]
     rows = rows[np.arange(size) < lengths[order][:, None]]
     packed_number = np.empty(num_nodes, np.int64)
     packed_number[order] = np.arange(num_nodes)
-    owner, owner_slot = np.divmod(_host(tables.output.index), size)
+    owner, owner_slot = np.divmod(tables.row_slots, size)
     output = position_of_node[packed_number[owner]] + owner_slot
     reader = np.full(len(rows), -1, np.int64)
     reader[output] = np.arange(len(output))
-    nothing = np.zeros(tables.gather.num_rows, np.int8)
+    nothing = np.zeros(tables.num_read, np.int8)
     nothing[rows[position_of_node[chain_start[slots.start_slot < 0]]]] = 1
     weights = counts + (slots.start_slot >= 0)
     limit = default_group_size(int(weights.sum()), tables.num_rows, size) if group_size is None else group_size
@@ -198,7 +198,7 @@ def build_packed_chains(
         for first, stop in pairwise(bounds)
     ]
     host = PackedChains(
-        gather=GatherIndex.build(rows, tables.gather.num_rows),
+        gather=GatherIndex.build(rows, tables.num_read),
         output=torch.from_numpy(output),
         output_reader=torch.from_numpy(reader),
         output_is_identity=len(rows) == len(output) and bool((output == np.arange(len(rows))).all()),
