@@ -39,7 +39,7 @@ from harts_hf.bench.plot import plot_rows
 from harts_hf.bench.report import row_of, table_of
 from harts_hf.bench.results import BASELINES, BenchOptions
 from harts_hf.bench.rollouts import StepRollouts
-from harts_hf.bench.sides import COLLAPSED, PACKED, STOCK_KINDS, TREE, Setting, build_side, common_arguments
+from harts_hf.bench.sides import COLLAPSED, PACKED, STOCK, STOCK_KINDS, TREE, Setting, build_side, common_arguments
 from harts_hf.bench.subject import add_lora, word_tokenizer
 from harts_hf.modeling import vocab_size_of
 from harts_hf.trainers import TreeGRPOConfig
@@ -61,7 +61,8 @@ def run(options: argparse.Namespace) -> None:
         result = {**about, "failures": {}, "rows": [], "planted": {}}
     known = record.read(options.known)["rows"] if options.known else []
     is_warm, last = False, "plain"
-    for task in tasks_of(options.tasks, options.shapes, dry=dry):
+    tasks = tasks_of(options.tasks, options.shapes, dry=dry)
+    for task in tasks:
         key = {"model": options.model, "workload": task.workload, "step": task.step, "variant": task.variant}
         if any(key.items() <= row.items() for row in result["rows"]):
             continue
@@ -92,7 +93,8 @@ def run(options: argparse.Namespace) -> None:
         )  # fmt: skip
         try:
             if not is_warm:
-                warm_up(model, rollouts.part(WARM_TOKENS), args, kinds, min(options.budgets))
+                every = {kind for one in tasks for kind in options.sides or kinds_of(one)}
+                warm_up(model, rollouts.part(WARM_TOKENS), args, every, min(options.budgets))
                 is_warm = True
             measured = measure_step(model, rollouts, args, word_tokenizer(), bench, progress=said_since(begun))
             row = row_of(measured, **key)
@@ -130,10 +132,11 @@ def planted_bug(name: str) -> Iterator[None]:
         yield
 
 
-def warm_up(model: nn.Module, rollouts: StepRollouts, args: TreeGRPOConfig, kinds: Sequence[str], size: int) -> None:
+def warm_up(model: nn.Module, rollouts: StepRollouts, args: TreeGRPOConfig, kinds: set[str], size: int) -> None:
     """A step of every side on a few trajectories, for what is compiled."""
     begun = time.monotonic()
-    for kind in kinds:
+    # Sorting and collapsing compile nothing of their own.
+    for kind in (kind for kind in (STOCK, PACKED, TREE) if kind in kinds):
         side = build_side(
             Setting(kind=kind, size=1 if kind in STOCK_KINDS else size), model, rollouts, args, word_tokenizer()
         )
