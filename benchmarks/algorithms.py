@@ -1,10 +1,9 @@
 """PPO beside GRPO and RLOO on one task and budget, and with nothing shared: `python -m benchmarks.algorithms`.
 
-Each way trains the model of recipes/tiny_ppo.yaml on its task for 600 steps of 128 rollouts, with three seeds (250
-steps where nothing is shared, which take three times as long); what differs is said in `WAYS`. RLOO stands for its
-advantages: TRL's own RLOO cannot take rollouts of an environment, and GRPO without scaling has them but for the factor
-n / (n - 1). A run that the result file has is not made again, so the command may be stopped and goes on; runs of PPO
-come from results/tiny_ppo.json where that is there.
+Each way trains the model of recipes/tiny_ppo.yaml on its task for 600 steps of 128 rollouts, with three seeds; what
+differs is said in `WAYS`. RLOO stands for its advantages: TRL's own RLOO cannot take rollouts of an environment, and
+GRPO without scaling has them but for the factor n / (n - 1). A run of that length that the result file has is not made
+again, so the command may be stopped and goes on; runs of PPO come from results/tiny_ppo.json where that is there.
 One core, about an hour; results/algorithms.json and .png.
 """
 
@@ -22,14 +21,14 @@ from numpy.typing import NDArray
 from benchmarks.learning import CASES, ROOT, SEEDS, run
 from benchmarks.machine import RESULTS, describe_machine
 
-STEPS, UNSHARED_STEPS = 600, 250
+STEPS = 600
 AS_TRL = ("--tree_credit", "trajectory", "--max_steps", str(STEPS))
 # Name: the recipe, and what of it is changed.
 WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "PPO": ("tiny_ppo", ()),
     "GRPO": ("tiny_grpo", AS_TRL),
     "RLOO": ("tiny_grpo", (*AS_TRL, "--scale_rewards", "none")),
-    "PPO, nothing shared": ("tiny_ppo", ("--tree_sharing", "never", "--max_steps", str(UNSHARED_STEPS))),
+    "PPO, nothing shared": ("tiny_ppo", ("--tree_sharing", "never")),
 }
 PANELS = {"The same task and budget": ("PPO", "GRPO", "RLOO"), "Shared or not": ("PPO", "PPO, nothing shared")}
 WINDOW = 10  # logs of 5 steps each, over which curves are averaged before they are compared
@@ -138,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     runs["PPO"] = recorded(options.ppo) | runs.get("PPO", {})
     for seed in options.seeds:
         for way in options.ways:
-            if str(seed) not in runs.setdefault(way, {}):
+            if runs.setdefault(way, {}).get(str(seed), {}).get("steps") != STEPS:
                 runs[way][str(seed)] = train(way, seed)
                 write(runs, options.out)
     content = write(runs, options.out)

@@ -44,6 +44,7 @@ for command in COMMANDS.values():
 """
 
 
+@pytest.mark.exhaustive
 def test_imports_without_a_gpu() -> None:
     """Every module imports without Triton, FLA and FlashAttention, every command has a module and explains itself."""
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES if path.stem != "__init__"]

@@ -91,15 +91,6 @@ def test_public_names(package) -> None:
         assert getattr(package, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         package.nothing  # noqa: B018
-
-
-def test_rollouts_need_the_extra_of_agents_only_for_agents() -> None:
-    """Environments do without its web server; the names of agents are there where it is (a fresh process)."""
-    code = "import sys; sys.modules['starlette'] = sys.modules['uvicorn'] = None\n"
-    code += "from harts_hf.rollouts import *\nfrom harts_hf.rollouts import Environment, StepResult\n"
-    code += "TreeRolloutCollector, environment_reward\n"
-    code += "try: from harts_hf.rollouts import AgentRolloutCollector\nexcept ImportError: pass\nelse: assert False"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     assert harts_hf.rollouts.AgentRolloutCollector.__module__.startswith("harts_hf.rollouts.gateway")
 
 

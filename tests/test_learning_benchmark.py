@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.algorithms import STEPS, UNSHARED_STEPS, WAYS, WINDOW, apart, write
+from benchmarks.algorithms import STEPS, WAYS, WINDOW, apart, write
 from benchmarks.learning import CASES, ROOT
 from benchmarks.reference_play import mean_reward
 from harts_hf.cli.train import parse
@@ -32,12 +32,13 @@ def test_algorithms_have_one_model_task_and_budget(monkeypatch):
         }
         assert training.per_device_train_batch_size == found["PPO"][1].per_device_train_batch_size
     training = {way: one[1] for way, one in found.items()}
-    assert all(one.max_steps == (UNSHARED_STEPS if "nothing" in way else STEPS) for way, one in training.items())
+    assert all(one.max_steps == STEPS for one in training.values())
     assert training["GRPO"].tree_credit == training["RLOO"].tree_credit == "trajectory"
     assert (training["GRPO"].scale_rewards, training["RLOO"].scale_rewards) == ("group", "none")
     assert training["PPO, nothing shared"].tree_sharing == "never" != training["PPO"].tree_sharing
 
 
+@pytest.mark.exhaustive
 def test_how_far_ways_are_apart(tmp_path):
     """Running means: of two ways beside those of seeds; the file and its picture hold them."""
     count = 3 * WINDOW

@@ -21,6 +21,8 @@ PAGES = {
     "examples/shapes/README.md": "shapes.md",
     "benchmarks/gpu/README.md": "gpu-benchmarks.md",
 }
+# A role of Sphinx that docs/tools/docstrings.py has left.
+ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):(?:<code>|`)")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -61,10 +63,14 @@ def stage() -> None:
 
 
 def main() -> int:
-    """The command line; the exit status is the builder's, which fails at a link that leads nowhere."""
+    """The command line; the exit status is the builder's, which fails at a link that leads nowhere, or 1."""
     stage()
     command = [str(Path(sys.executable).parent / "zensical"), "build", "--clean", "--strict"]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+    status = subprocess.run(command, cwd=ROOT, check=False).returncode
+    raw = [path for path in sorted((ROOT / "site").rglob("*.html")) if ROLE.search(path.read_text())]
+    for path in raw:
+        print(f"expected links and code, got roles of Sphinx as text: {path.relative_to(ROOT)}", file=sys.stderr)
+    return status or int(bool(raw))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,17 @@ from harts_hf.cli.checks import (
     refuse_same_output,
     refuse_to_overwrite,
 )
-from harts_hf.cli.loading import is_random, load_model, load_tokenizer, read_rollouts
+from harts_hf.cli.loading import (
+    is_random,
+    load_model,
+    load_tokenizer,
+    read_rollouts,
+    summary,
+    tokenizer_name,
+    tokenizer_on_demand,
+)
 from harts_hf.cli.output import printable, printable_lines, replacing, write_json
+from harts_hf.planner.text import counted
 
 if TYPE_CHECKING:
     from harts_hf.bench.results import BenchOptions
@@ -84,7 +93,7 @@ def _check_one_process() -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             f"expected one process, got WORLD_SIZE={os.environ['WORLD_SIZE']}: several GPUs are measured by "
-            "`python -m benchmarks.gpu run ranks` (docs/ranks.md)"
+            "`python -m benchmarks.ranks` (docs/ranks.md)"
         )
 
 
@@ -96,8 +105,12 @@ def _subject(options: argparse.Namespace, device: Any) -> "Subject":
     from harts_hf.bench.subject import Subject, add_lora, word_tokenizer
     from harts_hf.cli.checks import picked
 
-    tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
-    file = read_rollouts(options, tokenizer)
+    name = tokenizer_name(options)
+    file = read_rollouts(options, tokenizer_on_demand(name))
+    needs_texts = options.tokenizer is not None or file.num_conversations
+    tokenizer = load_tokenizer(name) if name is not None and needs_texts else None
+    if file.num_conversations:
+        print(f"rollouts: {summary(file)}; {counted(len(file.groups), 'group')}", flush=True)
     groups = picked(file.groups, options.groups, options.max_groups or STEPS_MEASURED * options.groups_per_step)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     # Where the model is trained: random weights of billions of parameters take minutes on a CPU.

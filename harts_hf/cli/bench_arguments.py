@@ -18,7 +18,7 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
         prog="harts bench", description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
-    add_rollouts(parser, tokenizer="folder or cached name of a tokenizer (for rows with messages)")
+    add_rollouts(parser, tokenizer="folder or cached name, for rows with messages (default: the model's)")
     subject = parser.add_argument_group("what is trained (without --model, ROLLOUTS is a recipe)")
     subject.add_argument("--model", metavar="M", help="model folder, configuration or name")
     subject.add_argument("--random-weights", action="store_true", help="read the configuration only")

@@ -101,6 +101,13 @@ def tokenizer_on_demand(name: str | None) -> TokenizerOnDemand | None:
     return None if name is None else TokenizerOnDemand(lambda: load_tokenizer(name))
 
 
+def tokenizer_name(options: argparse.Namespace) -> str | None:
+    """What ``--tokenizer`` says, or the folder of ``--model`` if it has a tokenizer."""
+    if options.tokenizer is not None:
+        return str(options.tokenizer)
+    return str(options.model) if (Path(options.model) / "tokenizer_config.json").is_file() else None
+
+
 def is_random(name: str) -> bool:
     """Whether the name is a configuration alone, whose model gets random weights."""
     path = Path(name)

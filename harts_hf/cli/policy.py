@@ -4,10 +4,12 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from harts_hf.cli.loading import load_tokenizer
 from harts_hf.cli.recipe import unknown_message
 from harts_hf.cli.train_arguments import TrainArguments
+from harts_hf.trainers.zero3 import show_processes
 
 
 def named_tokenizer(arguments: TrainArguments, training: Any, model: Any) -> Any:
@@ -46,7 +48,8 @@ def find_policy(arguments: TrainArguments, training: Any, model: Any, tokenizer:
         tokenizer: of the policy.
 
     Raises:
-        ValueError: fields that the architecture does not have; a reference model, which TRL would load by name.
+        ValueError: fields that the architecture does not have; a reference model, which TRL would load by name; a
+            model that DeepSpeed does not build.
     """
     if model.model_name_or_path:
         given = {"revision": model.model_revision, "attn_implementation": model.attn_implementation}
@@ -70,12 +73,24 @@ def find_policy(arguments: TrainArguments, training: Any, model: Any, tokenizer:
         unknown = [name for name in arguments.model_config if name not in _fields_of(config)]
         if unknown:
             raise ValueError(unknown_message([f"model_config.{name}" for name in unknown], set()))
-        dtype = getattr(torch, str(model.dtype), torch.float32)  # "auto" says nothing without a checkpoint
+    except Exception as error:  # every configuration class has its own
+        raise _bad_fields(arguments, error) from error
+    dtype = getattr(torch, str(model.dtype), torch.float32)  # "auto" says nothing without a checkpoint
+    show_processes()
+    try:
         return AutoModelForCausalLM.from_config(config, attn_implementation=model.attn_implementation, dtype=dtype)
-    except Exception as error:  # every configuration and model class has its own
+    except Exception as error:  # of fields that only the layers look at
+        if not is_deepspeed_zero3_enabled():
+            raise _bad_fields(arguments, error) from error
+        # DeepSpeed reads its own file here, and splits each parameter as it is made.
         raise ValueError(
-            f"expected model_config to be fields of a {arguments.model_type} configuration: {error}"
+            f"expected DeepSpeed to build a {arguments.model_type} in parts (deepspeed={training.deepspeed!r}), "
+            f"got {type(error).__name__}: {error}; `--dry-run` says whether model_config is at fault"
         ) from error
+
+
+def _bad_fields(arguments: TrainArguments, error: Exception) -> ValueError:
+    return ValueError(f"expected model_config to be fields of a {arguments.model_type} configuration: {error}")
 
 
 def _fields_of(config: Any) -> set[str]:

@@ -6,12 +6,19 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import harts_hf
 from harts_hf.cli.checks import check_output_file, find_device, refuse_to_overwrite, seed
-from harts_hf.cli.loading import add_rollouts, is_random, load_model, read_rollouts, summary, tokenizer_on_demand
+from harts_hf.cli.loading import (
+    add_rollouts,
+    is_random,
+    load_model,
+    read_rollouts,
+    summary,
+    tokenizer_name,
+    tokenizer_on_demand,
+)
 from harts_hf.cli.output import printable, write_json
 
 if TYPE_CHECKING:
@@ -87,7 +94,7 @@ def _run(options: argparse.Namespace) -> bool:
     check_output_file("--json", options.json)
     device = find_device(options.device)
     planner = PlannerConfig(max_tokens_per_microbatch=options.max_tokens_per_microbatch, sharing="always")
-    file = read_rollouts(options, _tokenizer(options))
+    file = read_rollouts(options, tokenizer_on_demand(tokenizer_name(options)))
     progress = _Progress(options.draws)
     progress.say(f"loading {printable(options.model)} on {device}")
     with torch.device(device):  # billions of random weights take minutes on a CPU
@@ -106,9 +113,10 @@ def _run(options: argparse.Namespace) -> bool:
         progress=progress.show,
     )
     print(format_verdict(verdict, untried))
+    passed = verdict.passed and SHARED not in untried
     if options.json:
-        write_json(options.json, {"about": about, "untried": untried, **verdict.to_dict()})
-    return verdict.passed and SHARED not in untried
+        write_json(options.json, {"about": about, "untried": untried, **verdict.to_dict(), "passed": passed})
+    return passed
 
 
 class _Progress:
@@ -127,15 +135,6 @@ class _Progress:
         elif time.monotonic() >= self._next:
             print(f"harts verify: {text}", file=sys.stderr, flush=True)
             self._next = time.monotonic() + SECONDS_PER_LINE
-
-
-def _tokenizer(options: argparse.Namespace) -> Any:
-    name = options.tokenizer
-    if name is None:
-        if not (Path(options.model) / "tokenizer_config.json").is_file():
-            return None
-        name = options.model
-    return tokenizer_on_demand(name)
 
 
 def _draws(groups: Sequence["RolloutGroup"], model: Any, options: argparse.Namespace) -> list["Draw"]:

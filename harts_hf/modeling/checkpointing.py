@@ -14,6 +14,22 @@ from typing import Any
 from transformers import PreTrainedModel
 
 _ENABLE = "gradient_checkpointing_enable"
+# The old name of ``is_activation_checkpointing``, which warns whoever reads it.
+_ASK = "is_gradient_checkpointing"
+
+
+@contextmanager
+def old_names() -> Iterator[None]:
+    """Inside, models of Transformers answer to ``is_gradient_checkpointing`` as to its present name.
+
+    TRL (1.16) reads it around its own generation, PEFT (0.21) when it adapts a model.
+    """
+    before = vars(PreTrainedModel)[_ASK]
+    setattr(PreTrainedModel, _ASK, PreTrainedModel.is_activation_checkpointing)
+    try:
+        yield
+    finally:
+        setattr(PreTrainedModel, _ASK, before)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from harts_hf.batch.handoff import CONV_ANCESTORS
 from harts_hf.errors import UnsupportedModelError
-from harts_hf.modeling.families import Family
+from harts_hf.modeling.families import FAMILIES, Family
 
 TRANSFORMERS_RANGE = ("5.24", "5.25")
 LAYER_TYPES = {"full_attention", "linear_attention"}
@@ -26,9 +26,6 @@ LOGIT_SCALES = (
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # Dimensions of a device mesh that split a model's layers, its sequences or its experts, by their usual names.
 SPLITTING = {"tp": "tensor", "cp": "context", "sp": "sequence", "pp": "pipeline", "ep": "expert"}
-# Families whose convolutions of queries, keys and values are joined when a checkpoint is loaded: Transformers (5.24)
-# joins each process's part of the three, so a model that it shards while loading has other channels' weights.
-JOINED_WHEN_LOADED = {"bailing_hybrid", "kimi_linear"}
 REENTRANT_MESSAGE = (
     "expected non-reentrant activation checkpointing, got use_reentrant=True: pass "
     'gradient_checkpointing_kwargs={"use_reentrant": False}; for adapters under ZeRO-3 TRL sets it to True '
@@ -138,7 +135,8 @@ def check_parallelism(model: nn.Module) -> None:
 def _check_loaded_sharded(config: Any) -> None:
     loaded = config.distributed_config
     check_parallel_sizes({SPLITTING[name]: getattr(loaded, f"{name}_size", 1) for name in ("tp", "pp")})
-    if config.model_type in JOINED_WHEN_LOADED:
+    family = FAMILIES.get(config.model_type)
+    if family is not None and family.joins_convolutions:
         raise UnsupportedModelError(
             f"expected a model of family {config.model_type} that was loaded whole, got one that Transformers sharded "
             "while loading (distributed_config): its convolutions got the weights of other channels. Load it without, "

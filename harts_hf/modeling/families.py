@@ -53,6 +53,9 @@ class Family:
             configuration and whether an MLA hands over keys and values (``expand_latents``) or latents.
         gate_projections: names of the linear mixer's projections that make decays and betas.
         rounds_decays: whether the linear mixer rounds decays to the hidden states' dtype; else they are float32.
+        joins_convolutions: whether loading joins the convolutions of queries, keys and values. Transformers (5.24)
+            joins each process's part of the three, so a model that it shards while loading has other channels'
+            weights, and is refused.
         check_config: raises UnsupportedModelError for a configuration of another architecture with this model_type.
     """
 
@@ -66,6 +69,7 @@ class Family:
     key_elements: Callable[[Any, bool], int]
     gate_projections: tuple[str, ...]
     rounds_decays: bool = False
+    joins_convolutions: bool = False
     check_config: Callable[[Any], None] = lambda config: None
 
     @property
@@ -143,6 +147,7 @@ def _kimi_delta(model_type: str, prefix: str, *gate_projections: str, **differen
         linear_shape=_kimi_shape,
         key_elements=_latent_keys,
         gate_projections=gate_projections,
+        joins_convolutions=True,
         **differences,
     )
 

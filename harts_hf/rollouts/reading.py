@@ -114,6 +114,8 @@ class Reading:
         assert self._form is not None
         own = self._form.name in ("rollouts", "shapes")
         keys = SHAPE_KEYS if own and "parent" in row else self._form.keys
+        if self._is_own(row):
+            keys = (*keys, *_PER_ROW)
         group_key = (self._group_key or "").split(".")[0]
         for key in row.keys() - {*keys, *self._form.ignored, group_key}:
             slips = difflib.get_close_matches(key, [k for k in keys if k not in row], n=1, cutoff=0.85)

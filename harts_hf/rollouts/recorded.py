@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harts_hf.forest import concatenate_trees
+from harts_hf.planner.text import counted
 from harts_hf.tree import IntArray, RolloutTree
 
 
@@ -84,9 +85,9 @@ class RolloutFile:
         """Lines that tell a person what was made of the file."""
         samples = sum(len(group.rollouts) for group in self.groups)
         if not self.num_conversations:
-            return [f"{samples:,} trajectories ({self.form})"]
-        of = f"{self.num_conversations:,} conversations ({self.form})"
-        lines = [f"{samples:,} samples of {of}, one per {self.samples_per}"]
+            return [f"{counted(samples, 'trajectory', 'trajectories')} ({self.form})"]
+        of = f"{counted(self.num_conversations, 'conversation')} ({self.form})"
+        lines = [f"{counted(samples, 'sample')} of {of}, one per {self.samples_per}"]
         return [*lines, *(f"{number:,} {note}" for note, number in self.notes.items())]
 
 

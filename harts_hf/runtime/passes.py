@@ -26,7 +26,7 @@ class Outcome:
         loss: the sum of this rank's losses, detached.
         scores: what the losses were computed on, and sums.
         run: of the window.
-        seconds: of ``scoring`` and ``backward``.
+        seconds: of ``scoring`` (0 where forwards are the backwards' own) and ``backward``.
     """
 
     loss: torch.Tensor
@@ -73,13 +73,15 @@ class Passes:
         with together_if_alone(self._ranks):
             scores = run.score((*job.names, *job.observed))
         scores = self._add_up(scores)
-        seconds = {"scoring": time.perf_counter() - started}
+        # Forwards whose graphs the backwards use are no pass of their own.
+        seconds = {"scoring": 0.0, "backward": 0.0}
+        seconds["scoring" if run.scores_apart else "backward"] = time.perf_counter() - started
         with self._ranks.together():
             total, coefficients = job.loss_and_coefficients(scores)
         coefficients = self._add_up(coefficients)
         started = time.perf_counter()
         run.backward(coefficients)
-        seconds["backward"] = time.perf_counter() - started
+        seconds["backward"] += time.perf_counter() - started
         return Outcome(loss=total, scores=scores, run=run, seconds=seconds)
 
     def unscored(self, coefficients: TreeValues, *, on_trust: bool) -> Outcome:

@@ -107,6 +107,11 @@ class WindowRun:
         return self.scores
 
     @property
+    def scores_apart(self) -> bool:
+        """Whether :meth:`score` runs forwards that no backward uses: not in "keep", nor with one microbatch."""
+        return any(kind == "S" for kind, _ in self._ops[: self._num_scoring])
+
+    @property
     def recompute_difference(self) -> float:
         """The largest difference of a log-prob computed again from its score, so far."""
         return float(torch.stack(self._differences).max()) if self._differences else 0.0

@@ -12,6 +12,7 @@ from harts_hf.rollouts.engines.vllm_probe import DEFAULT_MAX_GAP
 from harts_hf.rollouts.engines.vllm_server import ServerOptions
 from harts_hf.runtime.budgets import Budget
 from harts_hf.runtime.placing import PLACEMENTS
+from harts_hf.trainers.field_checks import FLAG, PATH, check_fields, integer, number, one_of
 from harts_hf.trainers.router_loss import SCOPES
 from harts_hf.trainers.routing_replay import REPLAYS
 
@@ -21,6 +22,26 @@ LATENTS = ("compressed", "expanded")
 FUSED_MODULES = ("auto", "off")
 # Of a limit: what fits into the device's memory.
 AUTO = "auto"
+# Transformers' fields, checked before TRL divides by some of them.
+_OF_STEPS = {"per_device_train_batch_size": integer(1), "gradient_accumulation_steps": integer(1)}
+# Fields of TreeOptions, but for the limits, and what the planner checks.
+_OF_TREES = {
+    "tree_cost": PATH.or_none(),
+    "tree_offload_handoff": FLAG,
+    "tree_handoff_latents": one_of(LATENTS),
+    "tree_deterministic": FLAG,
+    "tree_placement": one_of(PLACEMENTS),
+    "tree_aux_scope": one_of(SCOPES),
+    "tree_expert_bias_update_speed": number(),
+    "tree_replay_routing": one_of(REPLAYS),
+    "tree_split_on_routes": FLAG,
+    "tree_fused_modules": one_of(FUSED_MODULES),
+}
+_OF_ROLLOUTS = {
+    "tree_episode_weight": one_of(EPISODE_WEIGHTS),
+    "tree_max_logprob_gap": number(above=True).or_none(),
+    "tree_server_timeout": number(above=True),
+}
 
 
 @dataclass
@@ -186,6 +207,7 @@ class TreeOptions:
         # TRL turns checkpointing on by the name that Transformers has given up, and Transformers would say so to users
         # who named neither. What they set themselves is theirs to hear about.
         options: Any = self
+        check_fields(self, _OF_STEPS)
         if options.activation_checkpointing is None and options.gradient_checkpointing is True:
             options.activation_checkpointing = True
         super().__post_init__()  # type: ignore[misc]
@@ -194,34 +216,15 @@ class TreeOptions:
         """Raises ValueError for options that cannot work, before anything is sampled."""
         for name in ("tree_max_tokens_per_microbatch", "tree_max_graph_tokens", "tree_max_handoff_bytes"):
             setattr(self, name, _limit(name, getattr(self, name), optional=name != "tree_max_tokens_per_microbatch"))
-        temperature = getattr(self, "temperature", 1.0)
-        if not temperature > 0:
-            raise ValueError(f"expected a temperature above 0, got {temperature}")
-        if self.tree_fused_modules not in FUSED_MODULES:
-            raise ValueError(
-                f"expected tree_fused_modules to be one of {', '.join(FUSED_MODULES)}, got {self.tree_fused_modules!r}"
-            )
-        if not 0 <= self.tree_expert_bias_update_speed < float("inf"):
-            raise ValueError(
-                "expected tree_expert_bias_update_speed to be a finite number of at least 0, got "
-                f"{self.tree_expert_bias_update_speed}"
-            )
         if isinstance(self.tree_replay_routing, bool) or self.tree_replay_routing is None:
             self.tree_replay_routing = "scoring" if self.tree_replay_routing else "off"
-        if self.tree_replay_routing not in REPLAYS:
-            raise ValueError(
-                f"expected tree_replay_routing to be one of {', '.join(REPLAYS)}, got {self.tree_replay_routing!r}"
-            )
+        check_fields(self, _OF_TREES)
+        if hasattr(self, "temperature"):
+            check_fields(self, {"temperature": number(above=True)})
         if self.tree_split_on_routes and self.tree_replay_routing != "engine":
             raise ValueError(
                 "expected tree_replay_routing='engine' with tree_split_on_routes=True, got "
                 f"{self.tree_replay_routing!r}"
-            )
-        if self.tree_aux_scope not in SCOPES:
-            raise ValueError(f"expected tree_aux_scope to be one of {', '.join(SCOPES)}, got {self.tree_aux_scope!r}")
-        if self.tree_placement not in PLACEMENTS:
-            raise ValueError(
-                f"expected tree_placement to be one of {', '.join(PLACEMENTS)}, got {self.tree_placement!r}"
             )
         self.planner_config()
 
@@ -253,10 +256,6 @@ class TreeOptions:
         Raises:
             ValueError: an option that no plan can meet.
         """
-        if self.tree_handoff_latents not in LATENTS:
-            raise ValueError(
-                f"expected tree_handoff_latents to be one of {', '.join(LATENTS)}, got {self.tree_handoff_latents!r}"
-            )
         return PlannerConfig(
             **self.limits(Budget()),
             sharing=cast(Sharing, self.tree_sharing),
@@ -327,12 +326,8 @@ class RolloutOptions:
 
     def check_rollout_options(self) -> None:
         """Raises ValueError for options that cannot work, before anything is sampled."""
+        check_fields(self, _OF_ROLLOUTS)
         self.server_options()
-        if self.tree_episode_weight not in EPISODE_WEIGHTS:
-            raise ValueError(
-                f"expected tree_episode_weight to be one of {', '.join(EPISODE_WEIGHTS)}, "
-                f"got {self.tree_episode_weight!r}"
-            )
 
 
 @dataclass
@@ -362,8 +357,7 @@ class TreeGRPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
         super().__post_init__()
         self.check_tree_options()
         self.check_rollout_options()
-        if self.tree_credit not in CREDITS:
-            raise ValueError(f"expected tree_credit to be one of {', '.join(CREDITS)}, got {self.tree_credit!r}")
+        check_fields(self, {"tree_credit": one_of(CREDITS)})
         if self.tree_credit != "trajectory" and self.multi_objective_aggregation != "sum_then_normalize":
             raise ValueError(
                 f"expected multi_objective_aggregation='sum_then_normalize' with tree_credit={self.tree_credit!r} "

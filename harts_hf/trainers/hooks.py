@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from harts_hf.modeling import patch
-from harts_hf.modeling.checkpointing import allow_some_layers
+from harts_hf.modeling.checkpointing import allow_some_layers, old_names
 from harts_hf.modeling.checks import check_trainable
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.acceleration import check_uncompiled
@@ -18,12 +18,12 @@ from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.precision import keep_answers_wide
 from harts_hf.trainers.present_names import PresentNames
 from harts_hf.trainers.prompts import UnreadPrompts
-from harts_hf.trainers.refusals import check_settings, check_trl_version
+from harts_hf.trainers.refusals import check_has_steps, check_reference, check_settings, check_trl_version
 from harts_hf.trainers.resuming import TreeCheckpoints
 from harts_hf.trainers.router_loss import Support
 from harts_hf.trainers.routing_replay import TreeRoutingReplay
 from harts_hf.trainers.sampling import check_sampling
-from harts_hf.trainers.zero3 import gather_whole_layers
+from harts_hf.trainers.zero3 import gather_whole_layers, show_processes
 
 # TRL's positional arguments before processing_class: a model, its arguments, another, two data sets.
 _BEFORE_PROCESSING_CLASS = 5
@@ -70,9 +70,11 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints,
         model, args = positional[0], next(one for one in positional if isinstance(one, self._config_class))
         if isinstance(model, nn.Module):  # TRL would fail on the wrapper of torch.compile, without a word about it
             check_uncompiled(model)
+        check_reference(model, args, is_adapted=kwargs.get("peft_config") is not None)
         if len(positional) < _BEFORE_PROCESSING_CLASS + 1 and kwargs.get("processing_class") is None:
             kwargs["processing_class"] = load_tokenizer(model, args)
-        with loading_text_models(type(self)), own_collectors(kwargs.get("rollout_func")):
+        show_processes()
+        with loading_text_models(type(self)), own_collectors(kwargs.get("rollout_func")), old_names():
             trl_trainer.__init__(*positional, **kwargs)
 
     def _begin_tree(self, policy_class: type[TreePolicy]) -> None:
@@ -142,7 +144,9 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints,
 
         Raises:
             UnsupportedModelError: nothing of the model is trainable, or a part of it has been compiled.
+            ValueError: a data set that fills no batch.
         """
+        check_has_steps(self)
         check_trainable(self.model)
         check_uncompiled(self.model)
         self._tree.slices.clear()

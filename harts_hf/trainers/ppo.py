@@ -1,6 +1,7 @@
 """PPO on rollout trees: policy and values from one forward, advantages along the paths."""
 
 import json
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,14 @@ import numpy as np
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trl import GRPOTrainer
 from trl.trainer.utils import disable_dropout_in_model
 
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling import patch, vocab_size_of
 from harts_hf.modeling.checkpointing import allow_some_layers
+from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.episodes import TreeEpisodes
 from harts_hf.trainers.hooks import TreeHooks
 from harts_hf.trainers.off_policy import TreeOffPolicy
@@ -46,6 +48,7 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
 
     Raises:
         UnsupportedModelError: a model or a setting that tree training would get wrong; the message names it.
+        ValueError: a value model that is none, that has parameters of the policy or another vocabulary.
     """
 
     _tag_names = ["trl", "ppo", "harts"]  # noqa: RUF012 - TRL's own convention
@@ -58,15 +61,23 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
         reward_funcs: Any,
         args: Any = None,
         *more: Any,
-        value_model: PreTrainedModel | str | None = None,
+        value_model: PreTrainedModel | PathLike[str] | str | None = None,
         **kwargs: Any,
     ) -> None:
-        self.value_model: Any = value_model
+        if isinstance(reward_funcs, list | tuple) and not reward_funcs:
+            raise ValueError("expected a reward function (of zeros, where turn_rewards say all of it), got none")
+        self.value_model: Any = _known_value_model(value_model)
         super().__init__(model, reward_funcs, args, *more, **kwargs)
 
     def _begin_tree(self, policy_class: type[TreePolicy]) -> None:
         if self.value_model is not None:
             self._begin_value_model()
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        if plugin is not None and "optimizer" in plugin.deepspeed_config and self.args.value_learning_rate is not None:
+            raise UnsupportedModelError(
+                "expected a DeepSpeed configuration without 'optimizer' with value_learning_rate (that optimizer has "
+                "one rate for all), got one that has it: let the trainer's optim make the optimizer"
+            )
         super()._begin_tree(TreeActorCritic)
         hide_from_engines(self)
 
@@ -77,8 +88,15 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
                 f"expected a value head on the policy under {kind.value}, got a value_model (which is trained in one "
                 "process and under DDP): leave value_model out"
             )
-        if isinstance(self.value_model, str):
+        if isinstance(self.value_model, str | PathLike):
             self.value_model = AutoModelForCausalLM.from_pretrained(self.value_model, dtype=self.model.dtype)
+        own = set(map(id, self.value_model.parameters()))
+        shared = next((name for name, one in self.model.named_parameters() if id(one) in own), None)
+        if shared is not None:
+            raise ValueError(
+                f"expected a value_model with parameters of its own, got one that has the policy's {shared}: give a "
+                "copy, or leave value_model out for a value head on the policy"
+            )
         if vocab_size_of(self.value_model) != vocab_size_of(self.model):
             raise ValueError(
                 f"expected a value_model with the policy's vocabulary of {vocab_size_of(self.model)}, got "
@@ -92,14 +110,26 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
         patch(self.value_model.to(self.args.device))
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Trainer's; the value head's or value model's parameters in groups of their own where that matters."""
+        """Trainer's, or the one that was given; the value head's or value model's parameters in groups of their own
+        where that matters, or where the optimizer lacks them (one that was made before this trainer has no head).
+
+        Raises:
+            ValueError: such an optimizer came with a schedule, which would know nothing of these groups.
+        """
         optimizer = super().create_optimizer(model)
         tree: TreeActorCritic = self._tree
         rate = self.args.value_learning_rate
-        if tree.value_model is None and rate is None:
-            return optimizer
         module = tree.head if tree.value_model is None else tree.value_model
-        own = {id(parameter) for parameter in module.parameters()}
+        own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        groups = [set(map(id, group["params"])) for group in optimizer.param_groups]
+        is_known = own <= set().union(*groups)
+        if is_known and (rate is None or any(group and group <= own for group in groups)):
+            return optimizer
+        if self.lr_scheduler is not None:
+            raise ValueError(
+                "expected optimizers=(optimizer, None), since the value's parameters become groups of that optimizer, "
+                f"got a schedule with it ({type(self.lr_scheduler).__name__})"
+            )
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in own]
         decayed = set(self.get_decay_parameter_names(module))
@@ -206,6 +236,26 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
         path = None if checkpoint is None else Path(checkpoint) / KL_FILE
         if self.args.kl_target is not None and path is not None and path.is_file():
             self.beta = json.loads(path.read_text())["kl_coef"]
+
+
+def _known_value_model(value_model: Any) -> Any:
+    """A model, or where one is; looked for before the policy is loaded."""
+    if isinstance(value_model, str | PathLike):
+        try:
+            AutoConfig.from_pretrained(value_model)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"expected value_model to be a causal language model, or where to load one from, got "
+                f"{str(value_model)!r}: {error}"
+            ) from error
+    elif value_model is not None and not (
+        isinstance(value_model, nn.Module) and isinstance(causal_lm_of(value_model), PreTrainedModel)
+    ):
+        raise ValueError(
+            "expected value_model to be a causal language model of a supported family, or where to load one from, got "
+            f"{'a ' + type(value_model).__name__ if isinstance(value_model, nn.Module) else repr(value_model)}"
+        )
+    return value_model
 
 
 def _rows_of(batch: dict[str, Any], rows: np.ndarray) -> dict[str, Any]:

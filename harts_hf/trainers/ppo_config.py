@@ -5,11 +5,40 @@ from dataclasses import dataclass, field, fields
 from trl import GRPOConfig
 
 from harts_hf.trainers.config import RolloutOptions, TreeOptions
+from harts_hf.trainers.field_checks import FLAG, NUMBERS, check_fields, integer, number, one_of
 
 KL_PLACES = ("reward", "loss")
 EPISODE_ENDS = ("chain", "sample")
-# What PPO's objective has no place for: of GRPOConfig and RolloutOptions; of routers, whose statistics count every
-# token, where PPO computes none after a row's last trained one.
+# Of GRPOConfig what PPO's steps and objective read, and all of its own.
+_KINDS = {
+    "num_generations": integer(1),
+    "num_generations_eval": integer(1).or_none(),
+    "num_iterations": integer(1),
+    "steps_per_generation": integer(1).or_none(),
+    "generation_batch_size": integer(1).or_none(),
+    "epsilon": number(above=True),
+    "epsilon_high": number(above=True).or_none(),
+    "beta": number(),
+    "entropy_coef": number(),
+    "reward_weights": NUMBERS.or_none(),
+    "use_bias_correction_kl": FLAG,
+    "mask_truncated_completions": FLAG,
+    "gamma": number(high=1),
+    "lam": number(high=1),
+    "cliprange_value": number(above=True).or_none(),
+    "vf_coef": number(),
+    "value_learning_rate": number(above=True).or_none(),
+    "whiten_advantages": FLAG,
+    "kl_in": one_of(KL_PLACES),
+    "kl_target": number(above=True).or_none(),
+    "kl_horizon": integer(1),
+    "value_warmup_steps": integer(0),
+    "value_head_in_fp32": FLAG,
+    "bootstrap_truncated": FLAG,
+    "episode_end": one_of(EPISODE_ENDS),
+}
+# What PPO's objective has no place for: of GRPOConfig, RolloutOptions and Trainer; of routers, whose statistics count
+# every token, where PPO computes none after a row's last trained one.
 _WITHOUT_MEANING = (
     "loss_type",
     "delta",
@@ -22,6 +51,7 @@ _WITHOUT_MEANING = (
     "tree_episode_weight",
     "tree_aux_scope",
     "tree_expert_bias_update_speed",
+    "label_smoothing_factor",
 )
 
 
@@ -133,6 +163,7 @@ class TreePPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
     )
 
     def __post_init__(self) -> None:
+        check_fields(self, _KINDS)  # before TRL divides by some of them
         if self.num_generations == 1:
             self.num_generations = _One(1)
         super().__post_init__()
@@ -140,7 +171,8 @@ class TreePPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
         self.num_generations = int(self.num_generations)
         self.check_tree_options()
         self.check_rollout_options()
-        self._check_numbers()
+        if self.kl_target is not None and self.beta == 0:
+            raise ValueError("expected beta above 0, from which kl_target adapts it, got 0 (no reference model)")
         self._check_minibatches()
         for name, default in ((f.name, f.default) for f in fields(self) if f.name in _WITHOUT_MEANING):
             if getattr(self, name) != default:
@@ -163,20 +195,24 @@ class TreePPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
                 f"({self.gradient_accumulation_steps}), so that a generation batch has whole minibatches, got "
                 f"{self.steps_per_generation}"
             )
+        trees = self._most_trees()
+        if trees < self.num_minibatches:
+            raise ValueError(
+                f"expected steps_per_generation / gradient_accumulation_steps of at most {trees}, the trees (prompts) "
+                f"that a process has of a generation batch ({self._rollouts_of_a_process} rollouts, "
+                f"num_generations={self.num_generations} of each prompt), got {self.num_minibatches} minibatches of "
+                "whole trees, of which some would be empty: lower steps_per_generation or num_generations, or raise "
+                "per_device_train_batch_size"
+            )
 
-    def _check_numbers(self) -> None:
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"expected {name} in [0, 1], got {getattr(self, name)}")
-        for name in ("vf_coef", "beta", "value_warmup_steps"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"expected {name} of at least 0, got {getattr(self, name)}")
-        for name in ("epsilon", "cliprange_value", "value_learning_rate", "kl_target", "kl_horizon"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"expected {name} above 0, got {value}")
-        for name, choices in (("kl_in", KL_PLACES), ("episode_end", EPISODE_ENDS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        if self.kl_target is not None and self.beta == 0:
-            raise ValueError("expected beta above 0, from which kl_target adapts it, got 0 (no reference model)")
+    @property
+    def _rollouts_of_a_process(self) -> int:
+        assert self.steps_per_generation is not None
+        return self.per_device_train_batch_size * self.steps_per_generation
+
+    def _most_trees(self) -> int:
+        """Of a generation batch, the trees of the process that has most; one whose rollouts are on two is on both."""
+        assert self.num_generations is not None
+        count, size = self._rollouts_of_a_process, self.num_generations
+        starts = range(0, count * self.world_size, count)
+        return max((start + count - 1) // size - start // size + 1 for start in starts)

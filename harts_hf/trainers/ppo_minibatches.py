@@ -16,8 +16,3 @@ def deal_trees(num_trees: int, num_minibatches: int, key: Sequence[int]) -> list
     """
     order = np.random.default_rng(list(key)).permutation(num_trees)
     return np.array_split(order, num_minibatches)
-
-
-def rows_of_trees(tree: NDArray[np.int64], chosen: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The rows, ascending, whose number in ``tree`` [B] is among ``chosen``."""
-    return np.flatnonzero(np.isin(tree, chosen))

@@ -1,11 +1,13 @@
 """Policy and values of a PPO trainer on rollout trees: how rollouts are scored, and how an optimizer step runs."""
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from harts_hf.errors import HartsWarning
 from harts_hf.modeling import ENTROPY, LOG_PROB
 from harts_hf.runtime import TreeUpdate, UpdateReport
 from harts_hf.runtime.job import Leaves
@@ -86,8 +88,24 @@ class TreeActorCritic(TreePolicy):
             if trains_policy:
                 policy = self._run_one(update, slices, POLICY_VALUES, loss_device, kept)
                 report = replace(policy, loss=policy.loss + report.loss)
-        self._log("train", slices[0].batch)
+        if not self._log("train", slices[0].batch):
+            self._drop_gradients(model)
         return report
+
+    def _drop_gradients(self, model: nn.Module) -> None:
+        """Of a minibatch that trains nothing on any rank: without gradients optimizers leave parameters as they are,
+        where zeros would let momentum and weight decay move them."""
+        in_engine = self.trainer.is_deepspeed_enabled
+        result = "DeepSpeed's optimizer steps all the same, by momentum" if in_engine else "its step changes nothing"
+        warnings.warn(
+            "a minibatch has no trained token on any process (its episodes have no reward, or none of the policy's "
+            f"tokens): {result}; see the metric trained_tokens",
+            HartsWarning,
+            stacklevel=2,
+        )
+        if not in_engine:
+            for module in (model, *([] if self.value_model is None else [self.value_model])):
+                module.zero_grad(set_to_none=True)
 
     def loss(self, batch: dict[str, Any]) -> torch.Tensor:
         """The loss of a minibatch; its values are the leaves of the running step, or (in evaluation) scored."""
@@ -201,12 +219,19 @@ class TreeActorCritic(TreePolicy):
             kl_by_ratio=trainer.args.use_bias_correction_kl,
         )
 
-    def _log(self, mode: str, batch: dict[str, Any]) -> None:
-        """Means over the trained tokens of all ranks; a collective where there are several."""
+    def _log(self, mode: str, batch: dict[str, Any]) -> float:
+        """Logs means over the trained tokens of all ranks; a collective where there are several.
+
+        Returns:
+            How many tokens these are. Where there is none, there is nothing to log but that.
+        """
         sums = {name: float(value) for name, value in self._sums.items()}
         sums["tokens"] = float(batch[IS_TRAINED].sum())
         total, _ = self.ranks.totals(sums, {})
         count = total.pop("tokens")
+        log = self.trainer._metrics[mode]
+        log["trained_tokens"].append(count)
         names = {"clip_ratio": "clip_ratio/region_mean", "value_clip_ratio": "clip_ratio/value_mean"}
-        for name, value in total.items():
-            self.trainer._metrics[mode][names.get(name, name)].append(value / count if count else float("nan"))
+        for name, value in total.items() if count else ():
+            log[names.get(name, name)].append(value / count)
+        return count

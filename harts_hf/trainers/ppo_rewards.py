@@ -1,13 +1,15 @@
 """Rewards of trained tokens: what a rollout function gave per turn or token, and what an episode ends with."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from harts_hf.rollouts.arrays import number_array
 from harts_hf.rollouts.episodes import TOKEN_REWARDS, TURN_REWARDS
+from harts_hf.rollouts.fields import shortened
 from harts_hf.trainers.advantages import turn_spans
 
 Floats = NDArray[np.float64]
@@ -24,29 +26,47 @@ def as_token_rewards(output: Mapping[str, Any]) -> dict[str, Any]:
             per completion token) or neither.
 
     Raises:
-        ValueError: both, another number of entries, numbers that are not finite, a reward before the first turn.
+        ValueError: both, another number of entries, what is no finite number, a reward before the first turn.
     """
     given = [key for key in (TURN_REWARDS, TOKEN_REWARDS) if output.get(key) is not None]
     if not given:
         return dict(output)
     if len(given) > 1:
         raise ValueError(f"expected either {TURN_REWARDS!r} or {TOKEN_REWARDS!r}, got both")
-    rows, completions = output[given[0]], output["completion_ids"]
-    if len(rows) != len(completions):
-        raise ValueError(f"expected {given[0]!r} to have {len(completions)} entries, one per row, got {len(rows)}")
+    name, completions = given[0], output["completion_ids"]
+    rows = output[name]
+    if not hasattr(rows, "__len__") or isinstance(rows, str | Mapping) or len(rows) != len(completions):
+        raise ValueError(
+            f"expected {name!r} to be a list of {len(completions)} entries, one per row, got {shortened(rows)}"
+        )
     masks = output.get("env_mask") or [[1] * len(ids) for ids in completions]
-    place = _of_turns if given[0] == TURN_REWARDS else _of_tokens
-    found = []
-    for number, (rewards, mask) in enumerate(zip(rows, masks, strict=True)):
-        name = f"{given[0]}[{number}]"
-        bad = [value for value in rewards if value is None or not math.isfinite(value)]
-        if bad:
-            raise ValueError(f"expected finite numbers in {name}, got {bad[0]}")
-        found.append(place(rewards, np.asarray(mask), name))
+    place = _of_turns if name == TURN_REWARDS else _of_tokens
+    found = [
+        place(_finite(rewards, f"{name}[{number}]"), np.asarray(mask), f"{name}[{number}]")
+        for number, (rewards, mask) in enumerate(zip(rows, masks, strict=True))
+    ]
     return {**{key: value for key, value in output.items() if key != TURN_REWARDS}, TOKEN_REWARDS: found}
 
 
-def _of_turns(rewards: Sequence[float], mask: NDArray[np.int64], name: str) -> list[float]:
+def _finite(rewards: Any, name: str) -> Floats:
+    """A row's rewards: a list, or an array or tensor of one axis."""
+    if isinstance(rewards, torch.Tensor):
+        rewards = rewards.detach().double().cpu().numpy()
+    found = np.zeros(0) if isinstance(rewards, list | tuple) and not rewards else number_array(rewards)
+    if found is not None and np.isfinite(found).all():
+        return found.astype(np.float64)
+    if isinstance(rewards, list | tuple):
+        place = next(place for place, value in enumerate(rewards) if not _is_finite(value))
+        raise ValueError(f"expected finite numbers in {name}, got {shortened(rewards[place])} at position {place}")
+    raise ValueError(f"expected {name} to be a list of finite numbers, got {shortened(rewards)}")
+
+
+def _is_finite(value: Any) -> bool:
+    found = number_array([value])
+    return found is not None and bool(np.isfinite(found).all())
+
+
+def _of_turns(rewards: Floats, mask: NDArray[np.int64], name: str) -> list[float]:
     turns = turn_spans(mask, 0)
     if len(rewards) != len(turns):
         raise ValueError(
@@ -58,8 +78,8 @@ def _of_turns(rewards: Sequence[float], mask: NDArray[np.int64], name: str) -> l
     return found.tolist()
 
 
-def _of_tokens(rewards: Sequence[float], mask: NDArray[np.int64], name: str) -> list[float]:
-    given, own = np.asarray(rewards, np.float64), mask != 0
+def _of_tokens(given: Floats, mask: NDArray[np.int64], name: str) -> list[float]:
+    own = mask != 0
     if len(given) != len(own):
         raise ValueError(f"expected {name} to have {len(own)} entries, one per completion token, got {len(given)}")
     last_own = np.maximum.accumulate(np.where(own, np.arange(len(own)), -1))

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from trl.models.utils import disable_gradient_checkpointing
 
+from harts_hf.modeling.checkpointing import without_checkpointing
 from harts_hf.rollouts.episodes import TRUNCATED, Episodes
+from harts_hf.rollouts.fields import shortened
 from harts_hf.trainers.gae import Estimates, estimate_advantages
 from harts_hf.trainers.generated import Generated
 from harts_hf.trainers.ppo_policy import (
@@ -36,8 +37,8 @@ class TreePPORollouts:
     """Mixin above :class:`~harts_hf.trainers.off_policy.TreeOffPolicy` and TreeEpisodes.
 
     A rollout function may return, besides what they read, ``turn_rewards`` or ``token_rewards`` (for each row a list)
-    and ``truncated`` (for each prompt whether its episode was cut instead of ending by itself; without it, as in TRL,
-    whether its last token is no end token).
+    and ``truncated`` (for each prompt whether its episode was cut instead of ending by itself: a list, an array or a
+    tensor ``[prompts]``; without it, as in TRL, whether its last token is no end token).
     """
 
     _reads_token_rewards = True
@@ -73,11 +74,8 @@ class TreePPORollouts:
         output = parent._checked(output, num_prompts)
         if output.get("advantages") is not None:
             raise ValueError("expected no 'advantages' from the rollout function (PPO estimates its own), got some")
-        truncated = output.get(TRUNCATED)
-        if truncated is not None and (len(truncated) != num_prompts or not set(truncated) <= {True, False}):
-            raise ValueError(
-                f"expected {TRUNCATED!r} to be a list of {num_prompts} of true and false, got {truncated}"
-            )
+        if output.get(TRUNCATED) is not None:  # a list, of which reward functions get each row's entry
+            output = {**output, TRUNCATED: _truths(output[TRUNCATED], num_prompts)}
         return as_token_rewards(output)
 
     def _collect(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -155,7 +153,14 @@ class TreePPORollouts:
         )
         if kl is not None and self.args.kl_in == "reward":
             rewards -= np.where(mask, self.beta * kl.double().cpu().numpy(), 0.0)
-        return mask, self._estimates(output, values, rewards, mask, index)
+        estimates = self._estimates(output, values, rewards, mask, index)
+        largest, limit = np.abs(estimates.returns).max(initial=0.0), _largest_return(values.dtype, int(mask.sum()))
+        if not largest < limit:
+            raise ValueError(
+                f"expected rewards whose sums stay below {limit:.1e} in size (their squares are added up in "
+                f"{values.dtype}), got {largest:.1e}"
+            )
+        return mask, estimates
 
     def _own_values(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """The policy's log-probs ``[B, C]`` and values ``[B, C + 1]`` of a batch, scored by now or not."""
@@ -163,7 +168,7 @@ class TreePPORollouts:
         if self._scored is not None and torch.equal(self._scored[0], ids):
             return self._scored[1:]
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+        with torch.no_grad(), without_checkpointing(self.model, self.args.activation_checkpointing_kwargs):
             return self._tree.score(ids, mask, output["completion_ids"].shape[1])
 
     def _final_rewards(self, count: int) -> NDArray[np.float64]:
@@ -294,3 +299,20 @@ class TreePPORollouts:
         for _ in shown[: len(table)]:
             table.pop()
         table.extend(shown)
+
+
+def _largest_return(dtype: torch.dtype, num_tokens: int) -> float:
+    """Up to which as many squares have a sum."""
+    return math.sqrt(torch.finfo(dtype).max / max(num_tokens, 1))
+
+
+def _truths(truncated: Any, count: int) -> list[bool]:
+    """``[count]``, of a list, an array or a tensor of true and false."""
+    found = truncated.tolist() if isinstance(truncated, torch.Tensor | np.ndarray) else truncated
+    is_list = isinstance(found, list | tuple) and len(found) == count
+    if not is_list or any(value not in (True, False) for value in found):
+        raise ValueError(
+            f"expected {TRUNCATED!r} to be a list of {count} of true and false, one per prompt, got "
+            f"{shortened(truncated)}"
+        )
+    return list(map(bool, found))

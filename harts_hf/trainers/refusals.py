@@ -6,6 +6,7 @@ from typing import Any
 
 import trl
 from accelerate.utils import DistributedType
+from datasets import Dataset
 from packaging.version import Version
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.training_args import OptimizerNames
@@ -32,6 +33,7 @@ def check_trl_version() -> None:
         )
 
 
+_SAMPLED_BY = ("get_train_dataloader", "_get_train_sampler")
 # Where launchers write the number of processes (torchrun and accelerate, Open MPI, MPICH and Intel MPI, MVAPICH).
 WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -67,6 +69,43 @@ def check_processes(trainer: Any) -> None:
             "ignores num_processes. Use torchrun, or --multi_gpu together with use_cpu=True",
             HartsWarning,
             stacklevel=4,
+        )
+
+
+def check_reference(model: Any, args: Any, *, is_adapted: bool) -> None:
+    """Refuses a reference model that TRL could not load: it does so by the name that the policy was loaded by.
+
+    Args:
+        model: what the trainer was given for a policy.
+        args: the trainer's arguments.
+        is_adapted: whether it gets adapters, without which it is the reference itself.
+
+    Raises:
+        ValueError: see above.
+    """
+    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    if getattr(args, "beta", 0) and name == "" and not is_adapted and not getattr(model, "peft_config", None):
+        raise ValueError(
+            f"expected a policy that was loaded with from_pretrained for beta={args.beta} (TRL loads the reference "
+            "model from the same place), got a model that was made in memory: save it and load it, or set beta=0"
+        )
+
+
+def check_has_steps(trainer: Any) -> None:
+    """Refuses a data set of prompts that fills no batch by TRL's sampler, with which Trainer ends at step 0.
+
+    Raises:
+        ValueError: fewer prompts than one generation takes.
+    """
+    rows, args, kind = trainer.train_dataset, trainer.args, type(trainer)
+    is_stock = all(getattr(kind, name).__module__.startswith(("trl.", "harts_hf.")) for name in _SAMPLED_BY)
+    if not is_stock or not isinstance(rows, Dataset) or not hasattr(args, "generation_batch_size"):
+        return
+    needed = args.generation_batch_size // args.num_generations
+    if len(rows) < needed:
+        raise ValueError(
+            f"expected at least {needed} rows of train_dataset (generation_batch_size={args.generation_batch_size} / "
+            f"num_generations={args.num_generations}), or no step can run, got {len(rows)}"
         )
 
 

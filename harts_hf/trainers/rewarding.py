@@ -8,6 +8,9 @@ import torch
 from torch import nn
 from trl.trainer.utils import is_async_callable
 
+from harts_hf.rollouts.arrays import number_array
+from harts_hf.rollouts.fields import shortened
+
 Function = Callable[..., Any]
 
 
@@ -54,8 +57,15 @@ def _checked(rewards: Any, kwargs: Any) -> Any:
     """Rewards of which TRL can make a tensor."""
     if "prompts" not in kwargs:
         return rewards
-    found, count = list(rewards), len(kwargs["prompts"])
+    count = len(kwargs["prompts"])
+    if not hasattr(rewards, "__iter__"):
+        raise ValueError(f"expected {count} rewards, one per completion, got {shortened(rewards)}")
+    found = list(rewards)
     if len(found) != count:
         raise ValueError(f"expected {count} rewards, one per completion, got {len(found)}")
-    torch.tensor([torch.nan if one is None else one for one in found], dtype=torch.float32)
+    try:
+        torch.tensor([torch.nan if one is None else one for one in found], dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        bad = next((one for one in found if one is not None and number_array([one]) is None), found)
+        raise ValueError(f"expected rewards that are numbers or None, got {shortened(bad)}") from error
     return found

@@ -1,9 +1,11 @@
 """Supervised fine-tuning on conversations that share their histories."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import nn
@@ -11,24 +13,31 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from harts_hf.errors import HartsWarning, UnsupportedModelError
+from harts_hf.rollouts.arrays import number_array
+from harts_hf.rollouts.fields import shortened
 from harts_hf.trainers.config import TreeOptions
+from harts_hf.trainers.field_checks import FLAG, TEXT, check_fields, integer
 from harts_hf.trainers.hooks import TreeHooks
-from harts_hf.trainers.sft_policy import WEIGHT, TreeTexts
+from harts_hf.trainers.sft_policy import WEIGHT, TreeTexts, check_weighted_loss
 from harts_hf.trainers.step import TreeStep
 from harts_hf.trainers.together import TogetherSampler, rows_by_key, rows_together
 
 
-def _finite_weights(values: Any) -> torch.Tensor:
+def _finite_weights(values: Sequence[Any]) -> torch.Tensor:
     """The column ``weight`` of rows: ``[B]`` float32.
 
     Raises:
-        ValueError: a number that is not finite, or not in float32.
+        ValueError: what is no number (None in a row without one), not finite, or not in float32.
     """
-    weights = torch.as_tensor(values, dtype=torch.float32)
-    if not weights.isfinite().all():
+    found = number_array(values) if len(values) else np.zeros(0)
+    if found is None:
+        row = next((row for row, value in enumerate(values) if number_array([value]) is None), 0)
+    else:
+        weights = torch.tensor(found, dtype=torch.float32)
+        if weights.isfinite().all():
+            return weights
         row = int((~weights.isfinite()).nonzero()[0])
-        raise ValueError(f"expected finite numbers in the column {WEIGHT!r}, got {values[row]} in row {row}")
-    return weights
+    raise ValueError(f"expected finite numbers in the column {WEIGHT!r}, got {shortened(values[row])} in row {row}")
 
 
 @dataclass
@@ -57,6 +66,8 @@ class TreeSFTConfig(TreeOptions, SFTConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_tree_options()
+        kinds = {"tree_keep_together": FLAG, "tree_group_column": TEXT.or_none(), "max_length": integer(1).or_none()}
+        check_fields(self, kinds)
 
 
 @dataclass
@@ -70,8 +81,8 @@ class WeightedCollator(DataCollatorForLanguageModeling):
             ValueError: a weight that is no finite number, or none in float32.
         """
         batch = super().torch_call(examples)
-        if WEIGHT in examples[0]:
-            batch[WEIGHT] = _finite_weights([example[WEIGHT] for example in examples])
+        if any(WEIGHT in example for example in examples):
+            batch[WEIGHT] = _finite_weights([example.get(WEIGHT) for example in examples])
         return batch
 
 
@@ -92,6 +103,8 @@ class TreeSFTTrainer(TreeHooks, SFTTrainer, TreeStep):
     _config_class = TreeSFTConfig
     router_loss = "computed"
     temperature = 1.0
+    # Whether the data set has a column of weights.
+    has_weights = False
     # What checkpoints keep of a generation batch: there is none.
     _step = 0
     _buffered_inputs = None
@@ -99,6 +112,7 @@ class TreeSFTTrainer(TreeHooks, SFTTrainer, TreeStep):
     def __init__(self, model: Any, args: Any = None, data_collator: Any = None, *more: Any, **kwargs: Any) -> None:
         args = self._checked_arguments(args)
         _refuse(args, kwargs)
+        _check_rows(kwargs.get("train_dataset", more[0] if more else None), args, kwargs)
         # Past TreeHooks, whose constructor is that of trainers with reward functions.
         self._begin_trl(super(TreeHooks, self), model, args, data_collator, *more, **kwargs)
         if type(self.data_collator) is DataCollatorForLanguageModeling:
@@ -156,18 +170,20 @@ class TreeSFTTrainer(TreeHooks, SFTTrainer, TreeStep):
                     stacklevel=3,
                 )
             return
+        if not len(rows):
+            raise ValueError(
+                "expected rows with labels, got none: TRL leaves out rows whose labels are all cut off, here by "
+                f"max_length={args.max_length}"
+            )
         name = args.tree_group_column
         if name is not None and name not in rows.column_names:
             raise ValueError(
                 f"expected the data set to have the column tree_group_column={name!r}, got {rows.column_names}"
             )
-        if WEIGHT in rows.column_names:
-            _finite_weights(rows[WEIGHT])
-            if args.loss_type != "nll":
-                raise UnsupportedModelError(
-                    f"expected loss_type='nll' with a column {WEIGHT!r}, got {args.loss_type!r} (whose own "
-                    "weights are computed from log-probs)"
-                )
+        self.has_weights = WEIGHT in rows.column_names
+        if self.has_weights:
+            _finite_weights(list(rows[WEIGHT]))
+            check_weighted_loss(args.loss_type)
         if args.max_length is not None:
             cut = sum(len(row) >= args.max_length for row in rows["input_ids"])
             if cut:
@@ -179,12 +195,29 @@ class TreeSFTTrainer(TreeHooks, SFTTrainer, TreeStep):
                 )
 
 
+def _check_rows(rows: Any, args: TreeSFTConfig, kwargs: dict[str, Any]) -> None:
+    """Before TRL makes its columns of them; it names data sets of other types itself."""
+    if not isinstance(rows, Dataset):
+        return
+    if not len(rows):
+        raise ValueError("expected a train_dataset with rows, got an empty one")
+    preparing: Any = args.dataset_kwargs or {}
+    is_prepared = kwargs.get("formatting_func") is not None or preparing.get("skip_prepare_dataset")
+    forms = [("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"), (args.dataset_text_field,)]
+    if not is_prepared and not any(set(form) <= set(rows.column_names) for form in forms):
+        raise ValueError(
+            f"expected a train_dataset with the column input_ids, messages, prompt and completion, or "
+            f"{args.dataset_text_field}, got {', '.join(rows.column_names)}"
+        )
+
+
 def _refuse(args: TreeSFTConfig, kwargs: dict[str, Any]) -> None:
     checkpointing: Any = args.gradient_checkpointing_kwargs or {}
     refused = [
-        (args.packing or args.eval_packing, "packing=True (a tree has no padding): set packing=False"),
+        (args.packing, "packing=True (a tree has no padding): set packing=False"),
+        (args.eval_packing, "eval_packing=True (a tree has no padding): leave eval_packing out"),
         (args.padding_free, "padding_free=True (a tree has no padding): set padding_free=False"),
-        (args.label_smoothing_factor > 0, "label_smoothing_factor: it needs all logits"),
+        (args.label_smoothing_factor != 0, "label_smoothing_factor: it needs all logits"),
         (kwargs.get("compute_loss_func") is not None, "compute_loss_func: override compute_loss instead"),
         (kwargs.get("compute_metrics") is not None, "compute_metrics: it needs all logits"),
         (kwargs.get("preprocess_logits_for_metrics") is not None, "preprocess_logits_for_metrics: it needs logits"),

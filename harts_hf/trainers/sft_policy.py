@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from trl.trainer.utils import FusedCausalLMOutput
 
+from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling import ENTROPY, HEAD_VALUES, IS_TOP1, LOG_PROB
 from harts_hf.runtime import UpdateReport
 from harts_hf.runtime.job import Leaves
@@ -19,6 +20,15 @@ from harts_hf.trainers.texts import LabelledRows
 WEIGHT = "weight"
 # Among a slice's leaves, the router's auxiliary loss.
 AUX_LOSS = "aux_loss"
+
+
+def check_weighted_loss(loss_type: str) -> None:
+    """Raises UnsupportedModelError for a loss in which log-probs times a weight are no weighted loss."""
+    if loss_type != "nll":
+        raise UnsupportedModelError(
+            f"expected loss_type='nll' with a column {WEIGHT!r}, got {loss_type!r} (whose own weights are computed "
+            "from log-probs)"
+        )
 
 
 class TreeTexts(TreePolicy):
@@ -60,6 +70,7 @@ class TreeTexts(TreePolicy):
         log_probs = leaves[LOG_PROB]
         weights = batch.get(WEIGHT)
         if weights is not None:
+            check_weighted_loss(self.trainer.args.loss_type)  # rows of streams and evaluations, too
             log_probs = log_probs * weights.to(log_probs)[:, None]
         return FusedCausalLMOutput(
             log_probs=log_probs,
@@ -73,6 +84,11 @@ class TreeTexts(TreePolicy):
         assert self._settings is not None
         self._settings.apply(one.number)
         trainer = self.trainer
+        if trainer.has_weights and WEIGHT not in one.batch:
+            raise ValueError(
+                f"expected batches with the data set's column {WEIGHT!r}, got {', '.join(one.batch)}: let the "
+                "data_collator hand it on, or remove the column"
+            )
         aux_loss = self.router_loss.of_slice(leaves, one.number, self._num_slices)
         self._leaves = {**leaves, AUX_LOSS: aux_loss}  # type: ignore[assignment]
         try:

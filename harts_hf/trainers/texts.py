@@ -47,6 +47,11 @@ class LabelledRows:
             )
         tensors = (batch[name] for name in ("input_ids", "labels", "attention_mask"))
         input_ids, labels, mask = (value.cpu().numpy() for value in tensors)
+        if not input_ids.shape == labels.shape == mask.shape:
+            raise ValueError(
+                f"expected input_ids, labels and attention_mask of one shape, got {input_ids.shape}, {labels.shape} "
+                f"and {mask.shape}: has each row as many labels as tokens?"
+            )
         is_label, is_real = labels != IGNORED, mask != 0
         if (is_label & ~is_real).any():
             raise ValueError("expected labels -100 on padding, got others")

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
+from harts_hf.rollouts.fields import shortened
+
 # Rows belong together where they share at least this part of the shorter one.
 LEAST_SHARED = 0.5
 
@@ -52,13 +54,16 @@ def rows_by_key(keys: Sequence[object], most: int) -> list[NDArray[np.int64]]:
     """Groups of rows with equal keys, in order of appearance, of at most ``most`` rows each.
 
     Raises:
-        ValueError: ``most`` below 1.
+        ValueError: ``most`` below 1, or a key that cannot be one (a list).
     """
     if most < 1:
         raise ValueError(f"expected groups of at least 1 row, got {most}")
     members: dict[object, list[int]] = {}
     for row, key in enumerate(keys):
-        members.setdefault(key, []).append(row)
+        try:
+            members.setdefault(key, []).append(row)
+        except TypeError as error:
+            raise ValueError(f"expected texts or numbers that mark rows of a group, got {shortened(key)}") from error
     return [np.array(of[i : i + most]) for of in members.values() for i in range(0, len(of), most)]
 
 

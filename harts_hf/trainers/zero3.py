@@ -1,10 +1,24 @@
-"""DeepSpeed ZeRO-3: parameters gathered layer by layer, not module by module."""
+"""DeepSpeed ZeRO-3: models built in parts, parameters gathered layer by layer, not module by module."""
 
 from typing import Any
 
-from torch import nn
+from torch import distributed, nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def show_processes() -> None:
+    """Lets DeepSpeed see the processes that run, before a model is built in parts.
+
+    On CPUs Transformers (5.24) connects them without DeepSpeed, which then takes itself for alone and refuses the
+    batch sizes of several processes ("Check batch related parameters"). Without ZeRO-3 this does nothing.
+    """
+    if not is_deepspeed_zero3_enabled() or not distributed.is_initialized():
+        return
+    from deepspeed import comm
+
+    if not comm.is_initialized():
+        comm.init_distributed(dist_backend=distributed.get_backend(), auto_mpi_discovery=False)
 
 
 def gather_whole_layers(model: nn.Module, accelerator: Any) -> bool:

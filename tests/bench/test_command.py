@@ -4,6 +4,7 @@ import json
 
 import pytest
 from support import planted
+from support.chat import byte_tokenizer
 from support.models import tiny_model
 
 from harts_hf.cli.main import main
@@ -35,6 +36,31 @@ def run(capsys, *arguments):
 
 
 FEW = ("--batch-sizes", 1, "--budgets", 512, "--steps", 1, "--no-checkpointing", "--max-groups", 1)
+
+
+def test_messages_are_rendered_by_the_models_tokenizer(tmp_path, monkeypatch, capsys):
+    """Without ``--tokenizer``; what became of the conversations is said before anything is timed."""
+    config = tiny_model("qwen3_5_text").config
+    tokenizer = byte_tokenizer()
+    config.vocab_size = len(tokenizer)
+    config.save_pretrained(tmp_path / "model")
+    messages = [{"role": "user", "content": "9?"}, {"role": "assistant", "content": "No."}] * 2
+    (tmp_path / "m.jsonl").write_text(json.dumps({"task": "a", "messages": messages}) + "\n")
+    seen = []
+
+    def measured(model, rollouts, args, tokenizer, *_, **__):
+        seen.append((rollouts, tokenizer))
+        raise ValueError("measured")
+
+    monkeypatch.setattr("harts_hf.bench.measure.measure_step", measured)
+    status, output = run(capsys, "--model", tmp_path / "model", tmp_path / "m.jsonl", *FEW)
+    assert status == 2 and "messages need a tokenizer" in output.err and not seen
+    tokenizer.save_pretrained(tmp_path / "model")
+    status, output = run(capsys, "--model", tmp_path / "model", tmp_path / "m.jsonl", *FEW)
+    assert status == 2 and "measured" in output.err
+    assert "rollouts: 2 samples of 1 conversations (messages), one per turn; 1 group" in output.out
+    ((rollouts, found),) = seen
+    assert len(rollouts.token_ids) == 2 and found.get_vocab() == tokenizer.get_vocab()
 
 
 @pytest.mark.slow

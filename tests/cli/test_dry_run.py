@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.multimodal import multimodal_checkpoint
 from support.recorded import rollouts_of, tokenizer
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from harts_hf.cli.dry_run import memory
 from harts_hf.cli.dry_run.planning import plan_step
@@ -336,3 +337,14 @@ def test_rollouts_of_a_file_on_a_multimodal_checkpoint(dry_run, tmp_path):
     assert "1 of 3 groups, those with the most tokens" in said
     planned = int(re.search(r"plan ([\d,]+) tokens", said)[1].replace(",", ""))
     assert planned in expanded.values() and planned >= np.median(list(expanded.values()))
+
+
+def test_deepspeed_by_a_key(dry_run, tmp_path):
+    """It is said that the file is not read; it does not build the model for processes that do not run."""
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    file = tmp_path / "zero3.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3}, **dict.fromkeys(sizes, "auto")}))
+    status, said = dry_run("--deepspeed", file, "--num_processes", "2")
+    assert status == 0 and "nothing is refused" in said
+    assert "not checked the recipe's keys deepspeed and fsdp" in said
+    assert not is_deepspeed_zero3_enabled()

@@ -47,6 +47,14 @@ def test_options_of_reading(rollouts, tokenizer, capsys):
     assert table[0].split()[:2] == ["0", "2"] and table[1].split()[:2] == ["1", "1"]
 
 
+def test_one_of_each_is_no_plural(tokenizer, tmp_path, capsys):
+    """A file of one conversation with one turn."""
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps({"messages": MESSAGES[: TURNS[0] + 1]}))
+    assert main(["plan", str(path), "--tokenizer", tokenizer]) == 0
+    assert "1 sample of 1 conversation (messages), one per turn" in capsys.readouterr().out
+
+
 def test_verify_reads_conversations(tokenizer, tmp_path, capsys):
     """With a tokenizer of its own; the draws are of the turns."""
     from support.models import tiny_model

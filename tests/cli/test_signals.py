@@ -59,6 +59,7 @@ def wait_for(condition, seconds):
     return condition()
 
 
+@pytest.mark.exhaustive
 def test_a_terminated_training_ends_its_agents_and_keeps_their_rollouts(tmp_path):
     """Exit status 143, a line that names the saved file instead of a traceback, and no process is left."""
     pids, out = tmp_path / "pids", tmp_path / "out"

@@ -66,6 +66,7 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path, capsys):
     assert trainer.model.config.model_type == "bailing_hybrid"
 
 
+@pytest.mark.essential("reroll")
 @pytest.mark.parametrize(
     "options",
     [
@@ -197,6 +198,7 @@ def user_code(tmp_path, monkeypatch):
     sys.modules.pop("user_code", None)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("reward", "means"), [("none", [None] * 3), ("some", [0.5, None, 0.5])])
 def test_steps_in_which_nothing_can_be_scored(reward, means, user_code, tmp_path, capsys):
     """TRL takes None for a reward and logs None: it is shown, and means are those of the other logs."""
@@ -341,6 +343,19 @@ def test_unknown_keys_are_named(tmp_path, capsys):
 def test_settings_that_cannot_work(arguments, message, capsys):
     """Each is refused with what was expected and what came, before a step is lost."""
     assert message in refused(capsys, TINY, *arguments)
+
+
+def test_a_model_that_deepspeed_does_not_build(monkeypatch, capsys):
+    """Its own reasons are no fault of the recipe's model_config."""
+
+    def fails(*given, **options):
+        raise AssertionError("Check batch related parameters.")
+
+    monkeypatch.setattr("harts_hf.cli.policy.is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr("harts_hf.cli.policy.AutoModelForCausalLM.from_config", fails)
+    said = refused(capsys, TINY)
+    assert "expected DeepSpeed to build a bailing_hybrid in parts" in said
+    assert "got AssertionError: Check batch related parameters." in said and "to be fields of" not in said
 
 
 def test_a_recipe_must_be_there_and_a_mapping(tmp_path, capsys):

@@ -39,6 +39,6 @@ def test_spread_experts_train_as_whole_ones(left):
 
 
 def test_joined_convolutions_are_still_loaded_wrongly_in_parts(left):
-    """Why such families are refused; if this fails, Transformers is mended, and checks.JOINED_WHEN_LOADED can go."""
+    """Why such families are refused; if this fails, Transformers is mended, and `Family.joins_convolutions` can go."""
     names = left[0]["misplaced"]
     assert names and all(name.endswith("conv1d.weight") for name in names)

@@ -1,4 +1,4 @@
-"""`harts train` behind real launchers: two processes where two are asked for, or a refusal."""
+"""`harts train` on two processes, by a real launcher and with DeepSpeed; one that starts one: test_launchers.py."""
 
 import json
 import os
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+from support.launching import run_processes
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -15,14 +17,13 @@ SMALL = [
 ]  # fmt: skip
 LAUNCH = """
 compute_environment: LOCAL_MACHINE
-distributed_type: {kind}
+distributed_type: MULTI_GPU
 mixed_precision: 'no'
 num_machines: 1
 num_processes: 2
 machine_rank: 0
-use_cpu: {use_cpu}
+use_cpu: false
 """
-pytestmark = pytest.mark.distributed
 
 
 def launch(command, folder):
@@ -40,21 +41,12 @@ def launch(command, folder):
     )
 
 
-def accelerate(folder, kind):
-    """The command of `accelerate launch` for two processes of a kind."""
-    file = folder / "launch.yaml"
-    file.write_text(LAUNCH.format(kind=kind, use_cpu=str(kind == "MULTI_CPU").lower()))
-    return ["accelerate.commands.launch", "--config_file", str(file)]
-
-
-@pytest.mark.parametrize("launcher", ["accelerate", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
-def test_two_processes_train(launcher, tmp_path):
-    """One of them prints; the step is of both."""
-    if launcher == "torchrun":
-        command = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    else:
-        command = accelerate(tmp_path, "MULTI_GPU")
-    done = launch(command, tmp_path)
+@pytest.mark.distributed
+def test_two_processes_train(tmp_path):
+    """One of them prints; the step is of both. (torchrun: tests/newcomer/two_processes.txt.)"""
+    file = tmp_path / "launch.yaml"
+    file.write_text(LAUNCH)
+    done = launch(["accelerate.commands.launch", "--config_file", str(file)], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("step     2/2") == 1 and "for 2 steps on 2 processes," in done.stdout
     entries = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
@@ -62,8 +54,17 @@ def test_two_processes_train(launcher, tmp_path):
     assert len(entries) == 2 and min(entry["tree/expanded_tokens"] for entry in entries) > 16 * 4
 
 
-def test_a_launcher_that_starts_one(tmp_path):
-    """Accelerate starts a single process for MULTI_CPU: refused, with what starts two."""
-    done = launch(accelerate(tmp_path, "MULTI_CPU"), tmp_path)
-    assert done.returncode != 0
-    assert "expected 2 processes (num_processes), got 1: start them with `accelerate launch" in done.stderr
+@pytest.mark.distributed
+@pytest.mark.exhaustive
+def test_zero3_by_an_option(tmp_path):
+    """A model with random weights, built in parts by two processes on CPUs; what is saved is whole."""
+    settings = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    file, out = tmp_path / "zero3.json", tmp_path / "out"
+    file.write_text(json.dumps({**settings, **dict.fromkeys(sizes, "auto")}))
+    options = [*SMALL, "--deepspeed", file, "--output_dir", out]
+    run_processes(ROOT / "harts_hf" / "cli" / "__main__.py", "train", ROOT / "recipes" / "tiny_grpo.yaml", *options)
+    logs = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(logs) == 2 and all(log["tree/sharing_ratio"] > 1 for log in logs)
+    with safe_open(out / "model.safetensors", "pt") as weights:
+        assert all(weights.get_tensor(name).numel() > 0 for name in weights.keys())  # noqa: SIM118 - no dictionary

@@ -1,20 +1,19 @@
 """Code of all pages: it compiles, its names exist, its recipes parse, its commands have the options that they use.
 
-What runs as it stands is run: pages with tests of their own (environments.md, losses.md, the quick start in
-tests/newcomer) and the blocks below.
+What can run is run: `test_blocks_run.py` has the list of all Python blocks, and says of each where.
 """
 
 import ast
 import dataclasses
-import importlib
+import importlib.util
 import re
 import shlex
+import tomllib
 
 import pytest
 import yaml
 from support.pages import PAGES, ROOT, blocks, commands, name_of
 from support.trainer_runs import run_trainer
-from transformers import AutoModelForCausalLM
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.cli.main import main as harts
@@ -66,7 +65,7 @@ def harts_commands():
     """Commands of all pages that start `harts`, or `-m harts_hf.cli`."""
     found = {}
     for page in PAGES:
-        for line in commands(page):
+        for line in filter(re.compile(r"(harts|-m harts_hf\.cli) [a-z]").search, commands(page)):
             words = shlex.split(line.replace("-m harts_hf.cli ", "; harts "), comments=True)
             for start in [number for number, word in enumerate(words) if word == "harts"]:
                 rest = words[start + 1 :]
@@ -93,11 +92,26 @@ def test_commands_have_their_options(words, capsys):
 
 
 def test_scripts_that_are_named_exist():
-    """`python examples/...`, and modules of the benchmarks."""
+    """`python examples/...`, modules of the benchmarks, extras of `pip install`."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for page in PAGES:
         for line in commands(page):
+            for module in re.findall(r"-m (benchmarks[\w.]*)", line):
+                assert importlib.util.find_spec(module), f"{name_of(page)}: {module}"
+            for names in re.findall(r"pip install.*(?:\.|harts_hf)\[([\w,]+)\]", line):
+                assert set(names.split(",")) <= set(extras), f"{name_of(page)}: {names}"
             for path in re.findall(r"(?:python|--config_file|nproc_per_node \d+) ((?:examples|recipes)/\S+)", line):
                 assert (ROOT / path).exists(), f"{name_of(page)}: {path}"
+
+
+def test_the_script_of_ppo(tmp_path, monkeypatch):
+    """docs/ppo.md: its first block trains, in two epochs of two minibatches."""
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(blocks(ROOT / "docs" / "ppo.md", "python")[0], names)
+    logs = [entry for entry in names["trainer"].state.log_history if "value_loss" in entry]
+    assert len(logs) == 4 and names["trainer"].args.num_minibatches == 2
+    assert all(entry["tree/sharing_ratio"] > 1 and entry["trained_tokens"] > 0 for entry in logs)
 
 
 def test_the_trainer_of_custom_trainers(tmp_path):
@@ -120,19 +134,3 @@ def test_the_entry_of_model_families(monkeypatch):
 
     assert families.FAMILIES["my_hybrid"].module_name == "my_hybrid.modeling_my_hybrid"
     assert "my_hybrid" not in FAMILIES
-
-
-def test_the_script_of_the_hub_page(tmp_path, monkeypatch):
-    """docs/hub-checkpoint.md: its script runs on the tiny model, and what it saves loads."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.chdir(tmp_path)
-    from digit import Digit
-    from tiny import save_tiny
-
-    save_tiny(tmp_path / "tiny")
-    (block,) = blocks(ROOT / "docs" / "hub-checkpoint.md", "python")
-    names = {"model_folder": str(tmp_path / "tiny"), "max_steps": 1, "Digit": Digit}
-    exec(block, names)
-    assert names["trainer"].state.log_history[0]["tree/sharing_ratio"] > 1.5
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "outputs" / "mine").config.model_type == "qwen3_5_text"
-    assert "harts_hf" in (tmp_path / "outputs" / "mine" / "README.md").read_text()

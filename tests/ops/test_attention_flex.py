@@ -54,6 +54,7 @@ def case(lengths: list[int], handed: int, dtype: torch.dtype = torch.float32) ->
     return tensors, AttentionIntervals(lo=begin, hi=end)
 
 
+@pytest.mark.exhaustive
 def test_no_tree_compiles_anew(compilations: CompileCounter):
     """One compilation with gradients and one without, whatever the tree and whether keys are handed; values hold."""
     for number, (lengths, handed) in enumerate(TREES):
@@ -93,6 +94,7 @@ def cases() -> Iterator[tuple[list, AttentionIntervals, BlockMask]]:
     yield tensors, intervals, flex.block_mask(intervals, 28)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [

@@ -226,7 +226,7 @@ def test_packed_form_is_built_once():
     assert packed_chains(tables, nodes[:0], 0) is not packed_chains(tables, nodes, 0)
 
 
-@pytest.mark.essential("3-True-True")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kda", [False, True])
 @pytest.mark.parametrize(("seed", "handed_in"), [(0, False), (3, True)])
 def test_states_and_gradients(kda: bool, seed: int, handed_in: bool):

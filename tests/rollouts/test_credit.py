@@ -235,6 +235,7 @@ def episodes_on_trees(draw):
     return rows, spans, [reward[e] for e in episodes], [group[e] for e in episodes], episodes
 
 
+@pytest.mark.essential("branch")
 @pytest.mark.parametrize("credit", TREE_CREDITS)
 @given(data=episodes_on_trees(), scale=st.sampled_from(["group", "batch", "none"]))
 def test_credits_equal_a_dictionary_of_prefixes(credit, data, scale):
@@ -247,6 +248,7 @@ def test_credits_equal_a_dictionary_of_prefixes(credit, data, scale):
         np.testing.assert_allclose(row, oracle, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("credit", TREE_CREDITS)
 @given(data=episodes_on_trees())
 def test_without_episodes_each_row_is_its_own(credit, data):
@@ -273,6 +275,7 @@ def test_a_row_twice_in_an_episode_changes_nothing(credit):
     np.testing.assert_allclose(several[8], alone[0][:4], atol=1e-12)
 
 
+@pytest.mark.essential("turn", "treerl")
 @pytest.mark.parametrize("credit", TREE_CREDITS)
 @given(data=episodes_on_trees())
 def test_turns_trained_in_an_earlier_row_may_be_left_out(credit, data):

@@ -128,6 +128,9 @@ def above_a_cut(tree: RolloutTree, cuts: list[int], path: np.ndarray) -> np.ndar
     return owner != last_owner
 
 
+@pytest.mark.essential(
+    "[64]-dtype0-gated", "[64, 128]-dtype0-kimi", "[65]-dtype0-gated", "[3, 40, 64, 90, 100, 130]-dtype0-kimi"
+)
 @on_layers
 @in_dtypes
 @pytest.mark.parametrize("cuts", [*ALIGNED, *UNALIGNED], ids=str)

@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
 )
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def name_of(page):
@@ -28,6 +28,7 @@ def prose(page):
 def commands(page):
     """Lines of the blocks that are for a shell, continued lines joined, comments and prompts left out."""
     lines = []
-    for text in [*blocks(page, "bash"), *blocks(page, "text")]:
+    for text in [*blocks(page, "bash"), *blocks(page, "text"), *blocks(page, "")]:
         lines += re.sub(r"\\\n\s*", "", text).splitlines()
-    return [line.split(" #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+    lines = [line.removeprefix("$ ") for line in lines if line.strip() and not line.startswith("#")]
+    return [line.split(" #")[0].strip() for line in lines]

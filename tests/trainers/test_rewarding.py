@@ -42,8 +42,8 @@ def breaks(**given):
     [
         (breaks, "no such test"),
         (lambda **given: [1.0], "expected 2 rewards, one per completion, got 1"),
-        (lambda **given: ["good", "bad"], "str"),
-        (lambda **given: None, "NoneType"),
+        (lambda **given: ["good", "bad"], "numbers or None, got 'good'"),
+        (lambda **given: None, "expected 2 rewards, one per completion, got None"),
     ],
     ids=["raises", "too few", "text", "none"],
 )

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from support import recorded
 from support.models import tiny_model
 from support.oracle import float64_everywhere
 from support.texts import arguments, conversations, dataset
 from support.trainer_runs import assert_same_training
 from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from harts_hf import TreeSFTConfig, TreeSFTTrainer, UnsupportedModelError
 from harts_hf.errors import HartsWarning
@@ -41,6 +42,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.essential("windows")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_equals_trl(options, tmp_path):
     """The loss, its gradients, entropy, token accuracy, counts and evaluation; trees cut or not."""
@@ -50,11 +52,15 @@ def test_equals_trl(options, tmp_path):
     assert_same_training(stock, tree)
     logged = tree[1][0]
     assert logged["tree/sharing_ratio"] > 1.3 and 0 <= logged["mean_token_accuracy"] <= 1
+    # A whole tree has one forward, whose graph the backward uses.
+    scores_apart = options.get("loss_type") == "dft"
+    assert (logged["tree/scoring_seconds"] > 0) == scores_apart and logged["tree/backward_seconds"] > 0
     if "tree_max_tokens_per_microbatch" in options:
         assert logged["tree/microbatches"] > 1
         assert logged["tree/scoring_skipped"] == (options.get("loss_type") != "dft")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["bailing_hybrid", "kimi_linear", "olmo_hybrid"])
 def test_other_families(family, tmp_path):
     """Three more families, in several microbatches."""
@@ -63,6 +69,7 @@ def test_other_families(family, tmp_path):
     assert_same_training(stock, tree, family=family)
 
 
+@pytest.mark.exhaustive
 def test_resumes(tmp_path):
     """In the second shuffled epoch, bit for bit: parameters, losses and which rows come together."""
     options = {"num_train_epochs": 3, "max_steps": -1, "train_sampling_strategy": "random", "optim": "adamw_torch"}
@@ -88,6 +95,7 @@ class _WithSampler(SFTTrainer):
         return self.sampler
 
 
+@pytest.mark.exhaustive
 def test_rows_that_begin_alike_come_together(tmp_path):
     """Two shuffled epochs equal stock TRL's on the same order, which shares more than a random one; each row once."""
     options = {"num_train_epochs": 2, "max_steps": -1, "train_sampling_strategy": "random", "data_seed": 3}
@@ -162,7 +170,8 @@ def test_group_column(tmp_path):
 
 
 REFUSED = {
-    "packing": ({"packing": True, "max_length": 64}, "packing=True"),
+    "packing": ({"packing": True, "max_length": 64}, "got packing=True"),
+    "eval_packing": ({"eval_packing": True, "max_length": 64}, "got eval_packing=True"),
     "padding_free": ({"padding_free": True}, "padding_free=True"),
     "label_smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
     "offloading": ({"activation_offloading": True}, "activation_offloading=True"),
@@ -188,6 +197,24 @@ def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match="expected labels to be the row's own tokens or -100, got 7"):
         bad = Dataset.from_list([{"input_ids": [4, 5, 6], "labels": [-100, 7, 6]}])
         run(TreeSFTTrainer, TreeSFTConfig, tmp_path, rows=bad, per_device_train_batch_size=1)
+    row = {"input_ids": [4, 5, 6], "labels": [4, 5, 6]}
+    for bad, options, message in (
+        ([{**row, "labels": [4, 5]}], {}, r"of one shape, got \(1, 3\), \(1, 2\)"),
+        (
+            [{**row, "labels": [-100, -100, 6]}],
+            {"max_length": 2},
+            "whose labels are all cut off, here by max_length=2",
+        ),
+        ([{"question": "t4"}], {}, "messages, prompt and completion, or text, got question"),
+        ([{**row, "key": [1]}], {"tree_group_column": "key", "train_sampling_strategy": "random"}, "got .1.$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(TreeSFTTrainer, TreeSFTConfig, tmp_path, rows=Dataset.from_list(bad), **options)
+    with pytest.raises(ValueError, match="a train_dataset with rows, got an empty one"):
+        run(TreeSFTTrainer, TreeSFTConfig, tmp_path, rows=Dataset.from_list([row]).select([]))
+    stream = IterableDataset.from_generator(lambda: iter([{**row, "weight": 2.0}] * 8))
+    with pytest.raises(UnsupportedModelError, match="loss_type='nll' with a column 'weight'"):
+        run(TreeSFTTrainer, TreeSFTConfig, tmp_path, rows=stream, loss_type="dft", tree_keep_together=False)
     with pytest.raises(ValueError, match="expected args to be a TreeSFTConfig, got SFTConfig"):
         TreeSFTTrainer(tiny_model("qwen3_5_text"), SFTConfig(**arguments(tmp_path)), train_dataset=dataset())
     with pytest.warns(HartsWarning, match="rows have max_length=40 tokens and were probably cut"):
@@ -199,9 +226,40 @@ def test_bad_input(tmp_path):
         )
 
 
-@pytest.mark.parametrize("weight", [1e39, float("nan"), float("-inf")])
+def test_weights_that_a_collator_drops(tmp_path):
+    """They would count as 1."""
+    trainer = TreeSFTTrainer(
+        tiny_model("qwen3_5_text"),
+        TreeSFTConfig(**arguments(tmp_path)),
+        data_collator=lambda rows: DataCollatorForLanguageModeling(pad_token_id=0)(rows),
+        train_dataset=dataset(),
+        processing_class=recorded.tokenizer(),
+    )
+    with pytest.raises(ValueError, match="expected batches with the data set's column 'weight', got input_ids"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("weight", [1e39, float("nan"), float("-inf"), None, "1", [1.0]])
 def test_weights_of_streams_and_evaluations(weight):
     """Checked as batches are made, where no column can be looked through before, and in the dtype of the loss."""
     row = {"input_ids": [3, 4, 5], "labels": [3, 4, 5]}
-    with pytest.raises(ValueError, match="expected finite numbers"):
+    with pytest.raises(ValueError, match=r"expected finite numbers in the column 'weight', got .* in row 1"):
         WeightedCollator(pad_token_id=0).torch_call([{**row, "weight": 1.0}, {**row, "weight": weight}])
+    with pytest.raises(ValueError, match="got None in row 0"):
+        WeightedCollator(pad_token_id=0).torch_call([row, {**row, "weight": 1.0}])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tree_keep_together": "no"}, "tree_keep_together to be True or False, got 'no'"),
+        ({"tree_group_column": ["a"]}, "tree_group_column to be a text, or None, got"),
+        ({"max_length": -1}, "max_length to be an integer of at least 1, or None, got -1"),
+        ({"tree_offload_handoff": None}, "tree_offload_handoff to be True or False, got None"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size to be an integer of at least 1, got 0"),
+    ],
+)
+def test_settings_that_cannot_work(options, message, tmp_path):
+    """Each is named as the configuration is made."""
+    with pytest.raises(ValueError, match=message):
+        TreeSFTConfig(**arguments(tmp_path, **options))

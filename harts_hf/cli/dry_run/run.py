@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import get_peft_config
 
 from harts_hf.cli.data import TrainPrompts, eval_dataset, train_prompts
@@ -105,6 +106,11 @@ class DryRun:
         unknown: list[str] = []
         with as_if_launched(self.launch.num_processes):
             self.arguments, self.training, self.model = parse(argv, unknown=unknown)
+        self.names_backend = bool(self.training.deepspeed or self.training.fsdp)
+        if self.training.deepspeed:
+            # Models would be built in parts, by DeepSpeed and for processes that do not run.
+            self.training.deepspeed = self.training.deepspeed_plugin = self.training.hf_deepspeed_config = None
+            unset_hf_deepspeed_config()
         given = self.arguments.dry_run_memory
         self.capacity = _memory_of_gpu() if given is None else parse_bytes("dry_run_memory", given)
         self.parts = _Parts(refused=[*self.launch.refused, *unknown])
@@ -321,7 +327,7 @@ class DryRun:
         if getattr(self.training, "use_vllm", False):  # supervised training has none
             server = self.training.vllm_server_base_url or self.training.vllm_server_host
             yield f"the vLLM server ({server}): whether it is there, and right"
-        if self.training.deepspeed or self.training.fsdp:
+        if self.names_backend:
             yield "the recipe's keys deepspeed and fsdp: a dry run reads the backend from accelerate_config"
         if self.launch.num_processes > 1:
             yield "whether weights fit on the CPU while they are loaded"

@@ -131,6 +131,7 @@ def test_columns_of_others_are_ignored_with_one_warning(tmp_path):
     """All of them in one, by their names, whatever form; a slip for a key of ours is an error."""
     path = tmp_path / "r.jsonl"
     rows_of_file = [{"messages": MESSAGES, "zone": 1, "alpha\x1b[31m": 2}, {"messages": MESSAGES, "beta": [3]}]
+    rows_of_file.append({"token_ids": [1, 2, 3]})  # ours, and read
     path.write_text("".join(json.dumps(row) + "\n" for row in rows_of_file))
     with pytest.warns(HartsWarning) as caught:
         read_rollout_file(path, byte_tokenizer())

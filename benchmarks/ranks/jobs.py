@@ -1,0 +1,242 @@
+"""What is run on how many GPUs: jobs, how long each takes, and calls that hold several. Needs no torch."""
+
+import re
+from collections.abc import Iterator
+from math import ceil
+from typing import NamedTuple
+
+DIVISOR = 8  # every job takes as many rows as 1, 2, 4 and 8 processes divide: all of a workload train the same ones
+CALL_SECONDS = 560.0  # of a call, which a device machine ends after 600
+# Rows and tokens per second of one H200, Ling-3.0-tiny in bf16 (docs/performance.md, docs/gpu.md: 91,408 rows in
+# 10.1 s, 111,624 in 4.8 s; 587,331 tokens in 31.6 s packed and 105 s in stock TRL), and what several lose.
+TREE_SPEED, PACKED_SPEED, STOCK_SPEED, OF_IDEAL = 12_000, 18_000, 5_500, 0.8
+START, COMPILE = 60.0, 40.0  # seconds of a process before its first step, and of that step beside its work
+LONGEST = 300.0  # a step without sharing that takes longer is not run
+UNWARMED = 60.0  # a side whose step takes longer is timed without a step that is not
+
+
+class Workload(NamedTuple):
+    """A step: groups of a shape file (all if None), their tokens and rows."""
+
+    shapes: str
+    groups: tuple[int, ...] | None
+    tokens: int
+    rows: int
+
+
+WORKLOADS = {
+    "miniswe1": Workload("miniswe_b_drop", (0,), 200_068, 20_249),
+    "miniswe4": Workload("miniswe_b_drop", (0, 1, 2, 3), 1_706_948, 111_624),
+    "miniswe20": Workload("miniswe_b_drop", None, 11_713_040, 589_671),
+    "tau50": Workload("tau_airline_b", None, 13_898_843, 740_189),
+}
+MAIN = "miniswe20"
+
+
+class Side(NamedTuple):
+    """A way of training the same rows.
+
+    Attributes:
+        kind: "tree"; "packed", the same trainer without sharing; "stock", TRL's.
+        size: rows of a microbatch; of stock, of a batch.
+    """
+
+    kind: str
+    size: int
+
+    @property
+    def label(self) -> str:
+        """Such as ``packed 32768``."""
+        return f"{self.kind} {self.size}"
+
+
+class Step(NamedTuple):
+    """An optimizer step of a job.
+
+    Attributes:
+        side: that takes it.
+        role: "warm"; "timed"; "ops", each forward and backward timed by itself; "moved", the only ones that change
+            weights.
+    """
+
+    side: Side
+    role: str
+
+
+# What jobs do.
+KINDS = {
+    "parity": "float32, four layers whose tokens take all experts: gradients and three steps' parameters",
+    "parity16": "the same in bfloat16",
+    "time": "the whole model: trees beside packed rows in turns",
+    "stock": "the whole model in stock TRL",
+    "kill": "a process is killed within a step: all others have to end, with an error",
+    "large": "Ling-3.0-flash's widths, as many layers as fit: a step, memory by part",
+}
+BACKENDS = ("one", "ddp", "fsdp2", "fsdp2-kept", "zero3")
+_TREE, _HALF, _PACKED = Side("tree", 32768), Side("tree", 16384), Side("packed", 32768)
+SIDES = {
+    "parity": (Side("tree", 8192), Side("packed", 8192)),
+    "parity16": (Side("tree", 8192), Side("packed", 8192)),
+    "stock": (Side("stock", 1),),
+    "kill": (_TREE,),
+}
+MOVED = 3  # steps that change weights
+MOST_TIMED = 5
+
+
+class Job(NamedTuple):
+    """One training in processes of its own, named such as ``time-fsdp2-8-miniswe20``.
+
+    Attributes:
+        kind: of :data:`KINDS`.
+        backend: of :data:`BACKENDS`; "one" is a single process.
+        processes: how many.
+        workload: of :data:`WORKLOADS`.
+    """
+
+    kind: str
+    backend: str
+    processes: int
+    workload: str
+
+    @property
+    def name(self) -> str:
+        """What :meth:`parse` reads."""
+        return f"{self.kind}-{self.backend}-{self.processes}-{self.workload}"
+
+    @classmethod
+    def parse(cls, name: str) -> "Job":
+        """A job by its name.
+
+        Raises:
+            ValueError: no such job.
+        """
+        found = re.fullmatch(r"([^-]+)-(.+)-(\d+)-([^-]+)", name)
+        if found is None:
+            raise ValueError(f"expected a job such as time-fsdp2-8-miniswe20, got {name!r}")
+        kind, backend, count, workload = found.groups()
+        for what, value, known in (
+            ("kind", kind, KINDS), ("backend", backend, BACKENDS), ("workload", workload, WORKLOADS)
+        ):  # fmt: skip
+            if value not in known:
+                raise ValueError(f"expected a {what} of {', '.join(known)} in {name!r}, got {value!r}")
+        if int(count) not in (1, 2, 4, 8) or (backend == "one") != (int(count) == 1):
+            raise ValueError(f"expected 2, 4 or 8 processes, or one-1, in {name!r}")
+        if kind in ("kill", "large") and backend == "one":
+            raise ValueError(f"expected several processes for {kind}, got {name!r}")
+        if kind == "large" and backend not in ("zero3", "fsdp2"):
+            raise ValueError(f"expected zero3 or fsdp2 for a model that no GPU holds, got {name!r}")
+        return cls(kind, backend, int(count), workload)
+
+    @property
+    def one(self) -> "Job":
+        """Of one process, that this one is compared with."""
+        return Job(self.kind, "one", 1, self.workload)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it runs in float32."""
+        return self.kind == "parity"
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """In the order in which they take turns. One process times trees only on large workloads, in two budgets,
+        whose gradients tell what roundings do; the best budget of packed rows is found on small ones."""
+        if self.kind in SIDES:
+            return SIDES[self.kind]
+        if self.kind == "large":
+            return (_TREE,)  # at most so many rows; the memory model says how many
+        if self.backend == "one":
+            return (_TREE, _HALF, *((_PACKED,) if self.workload in ("miniswe1", "miniswe4") else ()))
+        packed = (_PACKED, Side("packed", 65536)) if self.workload in ("miniswe1", "miniswe4") else (_PACKED,)
+        return (_TREE, *(side for side in packed if self.side_seconds(side) <= LONGEST))
+
+    def side_seconds(self, side: Side) -> float:
+        """About how long a step takes on H200s."""
+        work = WORKLOADS[self.workload]
+        speed = {"tree": TREE_SPEED, "packed": PACKED_SPEED, "stock": STOCK_SPEED}[side.kind]
+        count = work.rows if side.kind == "tree" else work.tokens
+        several = self.processes * (OF_IDEAL if self.processes > 1 else 1.0)
+        seconds = count / speed / several
+        if self.kind.startswith("parity"):
+            return seconds / 2  # fewer layers, in float32
+        return 4 * seconds if self.kind == "large" else seconds
+
+    @property
+    def steps(self) -> list[Step]:
+        """All of them, known beforehand, since ranks take them together."""
+        sides = self.sides
+        if self.kind == "large":
+            return [Step(sides[0], "warm"), Step(sides[0], "timed")]
+        if self.kind == "kill":
+            return [Step(sides[0], "warm")] * 2
+        warm = [Step(side, "warm") for side in sides if self.side_seconds(side) <= UNWARMED]
+        if self.kind.startswith("parity"):
+            return [*warm, *[Step(sides[0], "moved")] * MOVED]
+        timed = {side: self._timed(side) for side in sides}
+        rounds = [
+            Step(side, "timed") for number in range(MOST_TIMED) for side in sides if number < timed[side]
+        ]  # fmt: skip
+        ops = [Step(sides[0], "ops")] if self.backend in ("one", "ddp") and self.kind == "time" else []
+        return warm + rounds + ops
+
+    def _timed(self, side: Side) -> int:
+        seconds = self.side_seconds(side)
+        if side == _HALF:
+            return 1
+        return MOST_TIMED if seconds <= 15 else 3 if seconds <= 30 else 2 if seconds <= 60 else 1
+
+    @property
+    def seconds(self) -> float:
+        """About how long all of it takes."""
+        return START + COMPILE + sum(self.side_seconds(step.side) for step in self.steps)
+
+
+def jobs_for(gpus: int) -> list[Job]:
+    """All that is worth running on so many GPUs, the most important first.
+
+    Raises:
+        ValueError: other numbers than 2, 4 and 8.
+    """
+    if gpus not in (2, 4, 8):
+        raise ValueError(f"expected 2, 4 or 8 GPUs, got {gpus}")
+    names = [f"parity-{backend}-miniswe1" for backend in ("one-1", f"fsdp2-{gpus}", f"zero3-{gpus}", f"ddp-{gpus}")]
+    names += [f"time-{backend}-{MAIN}" for backend in ("one-1", f"fsdp2-{gpus}", f"zero3-{gpus}")]
+    names += [f"kill-{backend}-{gpus}-miniswe1" for backend in ("fsdp2", "zero3")]
+    names += [f"time-{backend}-tau50" for backend in ("one-1", f"fsdp2-{gpus}", f"zero3-{gpus}")]
+    names += [f"time-ddp-{gpus}-{MAIN}", f"large-zero3-{gpus}-miniswe1", f"large-fsdp2-{gpus}-miniswe1"]
+    names += [f"time-{backend}-{count}-{MAIN}" for count in (4, 2) if count < gpus for backend in ("fsdp2", "zero3")]
+    names += [f"parity16-{backend}-miniswe1" for backend in ("one-1", f"fsdp2-{gpus}", f"zero3-{gpus}", f"ddp-{gpus}")]
+    names += [f"time-{backend}-miniswe4" for backend in ("one-1", f"fsdp2-{gpus}")]
+    names += [f"stock-ddp-{gpus}-miniswe4", f"time-fsdp2-kept-{gpus}-{MAIN}", f"parity-fsdp2-kept-{gpus}-miniswe1"]
+    for count in (4, 2):
+        names += [f"parity-{backend}-{count}-miniswe1" for backend in ("fsdp2", "zero3") if count < gpus]
+    return list(map(Job.parse, names))
+
+
+def calls_of(jobs: list[Job], seconds: float = CALL_SECONDS) -> Iterator[list[Job]]:
+    """Jobs in their order, as many to a call as its time takes; a job that is longer than a call is one by itself."""
+    call: list[Job] = []
+    for job in jobs:
+        if call and sum(one.seconds for one in call) + job.seconds > seconds:
+            yield call
+            call = []
+        call.append(job)
+    if call:
+        yield call
+
+
+def text_of(gpus: int, seconds: float = CALL_SECONDS) -> str:
+    """The calls for so many GPUs, in words."""
+    lines = [
+        f"# {gpus} GPUs. The most important calls come first; each goes on where an earlier one of this commit ended.",
+        "# Estimates are from one H200's speeds: none of these jobs has run on GPUs yet (docs/ranks.md).",
+    ]
+    for number, call in enumerate(calls_of(jobs_for(gpus), seconds), 1):
+        about = sum(job.seconds for job in call)
+        lines += [f"\n# {number}: about {ceil(about):,} s"]
+        lines += [f"#   {job.seconds:5.0f} s  {job.name}: {KINDS[job.kind]}" for job in call]
+        names = " ".join(job.name for job in call)
+        lines += [f"python -m benchmarks.ranks call --gpus {gpus} --shapes SHAPES --out OUT {names}"]
+    lines += ["\npython -m benchmarks.ranks record OUT/*.json"]
+    return "\n".join(lines)
