@@ -60,6 +60,16 @@ def test_a_record_of_several_calls():
     assert (first["seconds"], first["commit"], second["commit"]) == (2.0, "b", "a")
     assert total["seconds"] == 3.0 and total["commits"] == ["a", "b"] and total["groups"] == ["g0", "g1"]
     assert total["speedup_stock"] == pytest.approx(20.0 * 3 / 3.0) and total["scaled"] == {"stock": ["g0"]}
+    lacking = row(2, 1.0)
+    lacking["parity"] |= {"differences": {"packed 8": {"gradients": 0.3, "entropy": 0.0}}, "reference": "stock 1"}
+    lacking["parity"] |= {"from_packed": {"tree 8": 0.1}}
+    measure = row(3, 1.0)
+    measure["parity"]["differences"] = {"stock 1, rounded again": {"gradients": 0.11, "entropy": 0.0}}
+    found = merging.merge([part("b", lacking, measure)], old)["rows"][3]
+    assert found["step"] == 2 and found["parity"]["lent"] == {"gradients": 0.11, "sharing": 0.03}
+    measure["parity"]["differences"]["stock 1, rounded again"]["gradients"] = 0.09
+    with pytest.raises(SystemExit, match=r"refused: miniswe_b_drop 2: .*gradients of packed 8 differ from stock 1's"):
+        merging.merge([part("b", lacking, measure)], old)
     with pytest.raises(SystemExit, match=r"refused: miniswe_b_drop 0: .*sharing moves the gradient of tree 8"):
         merging.merge([part("c", row(0, 1.0, passed=False))], old)
 

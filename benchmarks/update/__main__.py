@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
             steps=options.steps,
             steps_of={**dict.fromkeys(BASELINES, options.baseline_steps), **dict.fromkeys(STOCK_KINDS, 1)},
             seconds_per_side=options.max_seconds, old_log_probs=variant.get("old_log_probs", False),
-            baseline_elsewhere=kinds == (TREE,), parity_tokens=options.parity_tokens, is_warm=True,
+            baseline_elsewhere=kinds == (TREE,), parity_tokens=options.parity_tokens,
             times_anyway=True, **known_of(rows, rollouts.tree.num_tokens, options.budgets),
         )  # fmt: skip
         try:

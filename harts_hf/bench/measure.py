@@ -116,9 +116,6 @@ class _Bench:
             self._collect()
             if seconds < best:
                 best, timed.setting, self.chosen[kind] = seconds, setting, side
-                timed.forget()
-                if self.options.is_warm:
-                    self._note(side, timed)
             elif kind in sides.STOCK_KINDS:
                 break  # larger batches pad more
         if kind in self.chosen and timed is not None:
@@ -145,10 +142,6 @@ class _Bench:
 
     def _time(self, side: Side, timed: Timed) -> None:
         side.step()
-        self._note(side, timed)
-
-    def _note(self, side: Side, timed: Timed) -> None:
-        """What the side's latest step took."""
         clock = side.clock
         timed.seconds.append(clock.seconds)
         timed.phases_of_steps.append(clock.phases)

@@ -27,8 +27,6 @@ class BenchOptions:
         steps: timed steps of each chosen side, at least 1.
         steps_of: by kind, fewer of them.
         seconds_per_side: a side whose timed steps took so long is not timed again.
-        is_warm: whether an earlier measurement has compiled all kernels: the step in which a side is tried last then
-            counts as a timed one.
         fixed: by kind, the one size that it is run with, such as what was fastest on an earlier step.
         old_log_probs: whether TRL scores old log-probs in each step.
         baseline_elsewhere: whether other steps are timed with a baseline. Then the tree may be the only side; it is
@@ -50,7 +48,6 @@ class BenchOptions:
     steps: int = 5
     steps_of: Mapping[str, int] = field(default_factory=dict)
     seconds_per_side: float = 120.0
-    is_warm: bool = False
     fixed: Mapping[str, int] = field(default_factory=dict)
     old_log_probs: bool = False
     baseline_elsewhere: bool = False
@@ -123,10 +120,6 @@ class Timed:
     stages: dict[str, float] = field(default_factory=dict)
     work: Work | None = None
     clip_fraction: float | None = None
-
-    def forget(self) -> None:
-        """Drops what was measured of another setting."""
-        self.seconds, self.phases_of_steps, self.peak_memory, self.clocks = [], [], None, []
 
     @property
     def median(self) -> float:
