@@ -7,7 +7,7 @@ import pytest
 from shared_data import shape_file
 
 from benchmarks.update import __main__ as update
-from benchmarks.update import merging, workloads
+from benchmarks.update import merging, tables, workloads
 from harts_hf.bench.sides import COLLAPSED, PACKED, SORTED, STOCK, TREE
 
 SHAPES = shape_file("tot_game24").parent
@@ -104,3 +104,18 @@ def test_a_call_goes_on_where_another_ended(tmp_path, monkeypatch, capsys):
     update.main([*command[:1], "anyswe_a:1", *command[2:]])
     assert "no time left for Task(workload='anyswe_a', step=1, variant='plain')" in capsys.readouterr().out
     assert len(json.loads(out.read_text())["rows"]) == 1
+
+
+def test_figures_of_the_record_in_the_documents():
+    """Tables of docs/performance.md are the record's, and the README's headline too; every step passed."""
+    found = json.loads(update.RESULTS.read_text())
+    root = update.RESULTS.parents[2]
+    page, readme = ((root / name).read_text() for name in ("docs/performance.md", "README.md"))
+    lines = (*tables.TOTALS, *tables.totals(found), *tables.STEPS, *tables.steps(found, update.STEPS_SHOWN))
+    assert [line for line in lines if line not in page] == []
+    total = next(row for row in found["rows"] if row["workload"] == "miniswe_b_drop" and "step" not in row)
+    first = next(row for row in found["rows"] if row["workload"] == "miniswe_b_drop" and row.get("step") == 0)
+    assert f"**{total['speedup']:.1f}x** the best" in readme and f"**{total['speedup_stock']:.0f}x** stock" in readme
+    assert f"{first['speedup']:.1f}x and {first['speedup_stock']:.1f}x" in " ".join(readme.split())
+    assert all(row["parity"]["passed"] for row in found["rows"] if "step" in row)
+    assert not any(one["parity"]["passed"] for one in found["planted"].values())

@@ -29,6 +29,7 @@ from pytest import MonkeyPatch
 from torch import nn
 
 from benchmarks.gpu import record
+from benchmarks.update import tables
 from benchmarks.update.merging import merge
 from benchmarks.update.models import MODELS, build, skew_routers
 from benchmarks.update.workloads import VARIANTS, kinds_of, steps_in, tasks_of
@@ -45,6 +46,7 @@ from harts_hf.modeling import vocab_size_of
 from harts_hf.trainers import TreeGRPOConfig
 
 WARM_TOKENS = 16384
+STEPS_SHOWN = "miniswe_b_drop"
 RESULTS = Path(__file__).parents[1] / "results" / "update_h200.json"
 
 
@@ -196,6 +198,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     merged = merge([record.read(part) for part in options.parts], old)
     record.write(options.record, merged)
     steps = [row for row in merged["rows"] if "step" in row]
+    steps.sort(key=lambda row: (len(row["sides"]), row["tokens"]))  # the last is drawn by phase
+    print("\n".join((*tables.TOTALS, *tables.totals(merged), "", *tables.STEPS, *tables.steps(merged, STEPS_SHOWN))))
     plot_rows(steps, options.record.with_suffix(".png"), merged["device"])
 
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 TOTALS = (
-    "| rollouts | steps | tokens / unique | ratio | tree | best without sharing | | ideal, reached | nested collapsed | "
-    "stock TRL | planning | memory |",
+    "| rollouts | steps | tokens / unique | ratio | tree | best without sharing | | ideal, reached | "
+    "nested collapsed | stock TRL | planning | memory |",
     "|---|---|---|---|---|---|---|---|---|---|---|---|",
 )
 STEPS = (
