@@ -67,19 +67,22 @@ class Comparison:
             dtype: that the model computes in.
         """
         settings = settings_compared(chosen, self.rollouts, budget)
-        known, own = self.rollouts, {}
+        known = self.rollouts
+        own: dict[str, dict[str, float]] = {}
         if find_routers(self.model):
             tree = next(setting for setting in settings if setting.kind == TREE)
             once = list({setting.kind: setting for setting in reversed(settings)}.values())[::-1]
-            results = {setting.label: self._step(setting, self.rollouts)[0] for setting in once}
-            own = differences_of(results, once[0].label)
+            free = {setting.label: self._step(setting, self.rollouts)[0] for setting in once}
+            own = differences_of(free, once[0].label)
             self.progress("noting routes")
             known = record_routes(
                 self.model, self.rollouts, self.args, self.tokenizer, size=tree.size, optimizer=self.optimizer
             )
-        results, flips = {}, {}
+        results: dict[str, StepResult] = {}
+        flips: dict[str, float] = {}
         for setting in settings:
-            results[setting.label], flips[setting.label] = self._step(setting, known)
+            results[setting.label], part = self._step(setting, known)
+            flips |= {} if part is None else {setting.label: part}
             if setting.kind in sides.STOCK_KINDS:
                 results[setting.label + ROUNDED], _ = self._step(setting, known, rounded=True)
         packed = results[next(setting.label for setting in settings if setting.kind == PACKED)]
@@ -90,7 +93,6 @@ class Comparison:
         }
         reference = settings[0].label
         differences = differences_of(results, reference)
-        flips = {name: part for name, part in flips.items() if part is not None}
         limits, failures = judge(differences, from_packed, flips, dtype, reference=reference)
         return Parity(
             reference=reference, differences=differences, from_packed=from_packed, limits=limits, failures=failures,

@@ -110,11 +110,14 @@ def sketch_gradients(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]
 
 
 def relative_difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
-    """Of two sketches, over the second: all parameters together. NaN if there is one; infinite if only one is zero."""
+    """Of two sketches, over the second, all parameters together.
+
+    NaN if there is one or both are zero; infinite if the second is.
+    """
     apart = sum(float((one[name] - other[name]).square().sum()) for name in other)
     size = sum(float(values.square().sum()) for values in other.values())
     if size == 0:
-        return 0.0 if apart == 0 else math.inf
+        return math.nan if apart == 0 else math.inf
     return math.sqrt(apart / size)
 
 

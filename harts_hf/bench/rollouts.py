@@ -125,10 +125,9 @@ class StepRollouts:
     def _of(self, numbers: Sequence[int]) -> "StepRollouts":
         """Some of the trajectories."""
         names = ("token_ids", "prompt_lengths", "masks", "rewards", "old_logprobs", "routes")
-        kept = {name: getattr(self, name) for name in names}
-        return replace(
-            self, **{name: v if v is None else tuple(v[number] for number in numbers) for name, v in kept.items()}
-        )
+        kept: dict[str, Any] = {name: getattr(self, name) for name in names}
+        kept = {name: v if v is None else tuple(v[number] for number in numbers) for name, v in kept.items()}
+        return replace(self, **kept)
 
     def filled(self, multiple: int) -> "StepRollouts":
         """With copies of the shortest trajectory that train nothing behind, up to a multiple of a number of rows."""

@@ -175,6 +175,12 @@ def test_sketches_say_how_far_gradients_are_apart(size):
     assert relative_difference(*sketches(size)) == pytest.approx(size, rel=0.25)
 
 
+def test_nothing_is_not_like_nothing():
+    """Two gradients of zero are no agreement: something was to be trained."""
+    zero = {"weight": torch.zeros(4, dtype=torch.float64)}
+    assert math.isnan(relative_difference(zero, zero)) and judged(half=math.nan)[1] and judged(rounded=math.nan)[1]
+
+
 def judged(
     *, rounded=1e-3, packed=2e-3, tree=2e-3, half=1e-3, sharing=3e-3, entropy=0.0, flips=0.0, dtype=torch.float32
 ):
