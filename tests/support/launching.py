@@ -13,10 +13,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 SUPPORT = str(Path(__file__).parents[1])
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
-# MULTI_GPU starts as many processes as it is told to; with use_cpu=True in the trainer's arguments they use gloo.
-ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no",
-              "--dynamo_backend", "no", "--main_process_port", "0")  # fmt: skip
 
 
 def _python_path() -> str:
@@ -24,12 +20,11 @@ def _python_path() -> str:
 
 
 def launch(
-    script: Path, *arguments: object, count: int = 2, launcher: tuple[str, ...] = TORCHRUN, timeout: float = 600
+    script: Path, *arguments: object, launcher: tuple[str, ...], count: int = 2, timeout: float = 600
 ) -> subprocess.CompletedProcess:
-    """What a launcher returned and printed; an error if it did not end in time."""
+    """What Accelerate's launcher returned and printed; an error if it did not end in time."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
-    number = "--nproc_per_node" if launcher == TORCHRUN else "--num_processes"
-    command = [sys.executable, *launcher, number, str(count), str(script), *map(str, arguments)]
+    command = [sys.executable, *launcher, "--num_processes", str(count), str(script), *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
