@@ -58,7 +58,7 @@ def test_messages_are_rendered_by_the_models_tokenizer(tmp_path, monkeypatch, ca
     tokenizer.save_pretrained(tmp_path / "model")
     status, output = run(capsys, "--model", tmp_path / "model", tmp_path / "m.jsonl", *FEW)
     assert status == 2 and "measured" in output.err
-    assert "rollouts: 2 samples of 1 conversations (messages), one per turn; 1 group" in output.out
+    assert "rollouts: 2 samples of 1 conversation (messages), one per turn; 1 group" in output.out
     ((rollouts, found),) = seen
     assert len(rollouts.token_ids) == 2 and found.get_vocab() == tokenizer.get_vocab()
 
