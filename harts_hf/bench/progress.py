@@ -88,7 +88,7 @@ class Progress:
         self._tries.update({one: -self._tries[one] for one in done})  # larger batches than the fastest are not tried
         if text.startswith("stages of "):
             self._steps.update({one: -self._steps[one] for one in kinds})
-        self._say(f"{text}, {in_words(self.seconds_left)} left")
+        self._say(f"{text}, about {in_words(self.seconds_left)} left")
         if runs:
             counter = next(
                 c
@@ -115,10 +115,10 @@ def size_in_words(rollouts: StepRollouts) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """``about 40 s``, ``about 12 min``, ``about 3.5 h``."""
+    """``40 s``, ``12 min``, ``3.5 h``."""
     if seconds < 90:
-        return f"about {max(1, round(seconds))} s"
-    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 @torch.no_grad()
