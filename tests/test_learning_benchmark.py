@@ -38,6 +38,7 @@ def test_algorithms_have_one_model_task_and_budget(monkeypatch):
     assert training["PPO, nothing shared"].tree_sharing == "never" != training["PPO"].tree_sharing
 
 
+@pytest.mark.exhaustive
 def test_how_far_ways_are_apart(tmp_path):
     """Running means: of two ways beside those of seeds; the file and its picture hold them."""
     count = 3 * WINDOW

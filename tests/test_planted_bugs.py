@@ -65,7 +65,7 @@ def parity(plant: Callable[[Any], None], *, family: str = "qwen3_5_text", depth:
 
 
 def training(plant: Callable[[Any], None], name: str, *, file: str = CONTRACT, test: str = "test_grpo") -> Case:
-    """Caught by the parameters after three steps of TRL's trainer on the same rollouts, under the options ``name``."""
+    """Caught by the parameters after some steps of TRL's trainer on the same rollouts, under the options ``name``."""
     return Case(plant=plant, file=file, test=test, arguments={"name": name}, failure=WRONG_TRAINING)
 
 
@@ -218,29 +218,12 @@ CASES = [
 
 @cache
 def suite_module(file: str) -> ModuleType:
-    """A file of the suite; its stock trainings are remembered, since no bug of ours changes them."""
+    """A file of the suite."""
     spec = spec_from_file_location(f"planted_{Path(file).stem}", TESTS / file)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    if hasattr(module, "run_trainer"):
-        module.run_trainer = remembering_stock_runs(module.run_trainer)
     return module
-
-
-def remembering_stock_runs(run_trainer: Callable[..., Any]) -> Callable[..., Any]:
-    """``run_trainer`` that runs a stock trainer once for each set of options."""
-    known: dict[str, Any] = {}
-
-    def run(trainer_class: type, config_class: type, folder: Path, **options: Any) -> Any:
-        if config_class.__name__.startswith("Tree"):
-            return run_trainer(trainer_class, config_class, folder, **options)
-        key = f"{trainer_class} {sorted(options.items(), key=str)}"
-        if key not in known:
-            known[key] = run_trainer(trainer_class, config_class, folder, **options)
-        return known[key]
-
-    return run
 
 
 def run(case: Case, folder: Path) -> None:
@@ -255,8 +238,9 @@ _PASSED: set[str] = set()
 
 
 def marks(case: Case) -> list[pytest.MarkDecorator]:
-    """Bugs that only a training or a window of many microbatches shows take one or two of them each."""
-    return [pytest.mark.exhaustive] if case.file.startswith("trainers/") or case.file == WINDOWS else []
+    """Bugs that only a training or a window of many microbatches or ranks shows take one or two of them each."""
+    is_large = case.file.startswith(("trainers/", "runtime/")) and case.file not in (PARITY, HANDOFF)
+    return [pytest.mark.exhaustive] if is_large else []
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.plant.__name__, marks=marks(case)) for case in CASES])

@@ -230,7 +230,7 @@ def text_of(gpus: int, seconds: float = CALL_SECONDS) -> str:
     """The calls for so many GPUs, in words."""
     lines = [
         f"# {gpus} GPUs. The most important calls come first; each goes on where an earlier one of this commit ended.",
-        "# Estimates: docs/ranks.md. Nothing of this has run on more than two GPUs.",
+        "# Estimates are from one H200's speeds: none of these jobs has run on GPUs yet (docs/ranks.md).",
     ]
     for number, call in enumerate(calls_of(jobs_for(gpus), seconds), 1):
         about = sum(job.seconds for job in call)

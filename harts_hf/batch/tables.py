@@ -79,7 +79,7 @@ def packed(tensors: Sequence[torch.Tensor], *, pinned: bool = False) -> tuple[to
         end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
     if tensors:
-        torch._foreach_copy_(unpacked(buffer, places), tensors)
+        torch._foreach_copy_(unpacked(buffer, places), list(tensors))
     return buffer, places
 
 

@@ -161,6 +161,7 @@ def test_models_that_cannot_be_planned_for(name, reason, tmp_path, capsys):
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("world_size", "execution"), [(1, "replay"), (2, "nested"), (20, "auto")])
 def test_picture(world_size, execution, tmp_path):
     """Names in any script, without a warning of a missing glyph."""

@@ -68,6 +68,7 @@ def dry_run(recipe, tmp_path, capsys, *options):
     return status, capsys.readouterr().out
 
 
+@pytest.mark.essential("qwen3_5_grpo_1gpu", "tiny_ppo", "tiny_sft")
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_is_dry_run(recipe, tmp_path, capsys):
     """Nothing is refused, nothing is written, and real models have the parameters that they are known to have."""

@@ -165,6 +165,7 @@ def test_recorded_rollouts(train, tmp_path):
     assert status == 2 and "recorded_kwargs do not fit RecordedRollouts" in error
 
 
+@pytest.mark.exhaustive
 def test_evaluation(train, tmp_path):
     """A split of a data set's own is evaluated, and logged in a file of its own."""
     folder = tmp_path / "data"

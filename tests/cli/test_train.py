@@ -66,6 +66,7 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path, capsys):
     assert trainer.model.config.model_type == "bailing_hybrid"
 
 
+@pytest.mark.essential("reroll")
 @pytest.mark.parametrize(
     "options",
     [
@@ -197,6 +198,7 @@ def user_code(tmp_path, monkeypatch):
     sys.modules.pop("user_code", None)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("reward", "means"), [("none", [None] * 3), ("some", [0.5, None, 0.5])])
 def test_steps_in_which_nothing_can_be_scored(reward, means, user_code, tmp_path, capsys):
     """TRL takes None for a reward and logs None: it is shown, and means are those of the other logs."""

@@ -70,6 +70,7 @@ def test_rows_in_trl_forms(rows, tmp_path):
     assert trainer.processing_class.padding_side == "right"
 
 
+@pytest.mark.exhaustive
 def test_the_best_rollouts_alone(tmp_path):
     """Weights by name or by dotted path: fewer rows than without."""
     counts = {}

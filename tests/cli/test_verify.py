@@ -65,9 +65,7 @@ def test_passes_on_real_rollouts(family, dtype, models, rollouts, tmp_path, caps
 PLANTS = [planted.sequential_positions, planted.one_label_per_row, planted.conv_over_branches]
 
 
-@pytest.mark.essential(
-    "one_label_per_row-oracle-True", "replay_one_token_short-oracle-True", "conv_over_branches-oracle-False"
-)
+@pytest.mark.essential("one_label_per_row-oracle-True")
 @pytest.mark.parametrize(
     ("plant", "with_oracle"),
     # A token that is missing 60 positions earlier changes less than what is excused without an oracle.
@@ -86,6 +84,7 @@ def test_fails_with_a_bug_planted(plant, with_oracle, models, rollouts, monkeypa
     assert output.out.splitlines()[-1].startswith("FAIL: ")
 
 
+@pytest.mark.exhaustive
 def test_a_bug_of_the_backward_alone_fails(models, rollouts, monkeypatch, capsys):
     """Where log-probs are right and gradients are not, the gradients fail."""
     planted.later_labels_scored_as_the_first(monkeypatch)
@@ -96,6 +95,7 @@ def test_a_bug_of_the_backward_alone_fails(models, rollouts, monkeypatch, capsys
     assert last.startswith("FAIL: ") and "the first: gradient" in last
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plant", [planted_windows.last_dependents_gradients_only, planted_windows.conv_rows_dropped])
 def test_a_bug_of_the_handing_over_fails(plant, models, rollouts, monkeypatch, capsys):
     """What microbatches hand to one another is tried although a draw would fit into one of them."""
@@ -106,7 +106,7 @@ def test_a_bug_of_the_handing_over_fails(plant, models, rollouts, monkeypatch, c
     assert "the tree in parts" in output.out.splitlines()[-1]
 
 
-@pytest.mark.essential("file")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["file", "folder"])
 def test_shapes_and_configurations(form, tmp_path, capsys):
     """A shape file is filled with tokens, and a configuration with weights; groups that don't fit are cut."""
@@ -143,6 +143,7 @@ def test_input_that_cannot_be_used_is_named(models, rollouts, tmp_path, capsys):
     assert status == 2 and f"below the vocabulary size {VOCAB}, got {VOCAB + 5}" in output.err
 
 
+@pytest.mark.exhaustive
 def test_report_counts_what_is_shared(models, rollouts, tmp_path, capsys):
     """A file without sharing says so."""
     rng = np.random.default_rng(0)
@@ -174,6 +175,7 @@ def test_outputs_that_are_inputs(output, models, rollouts, tmp_path, monkeypatch
     assert (rollouts.read_bytes(), (model / "config.json").read_bytes()) == before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress(is_terminal, models, rollouts, monkeypatch, capsys):
     """A line that changes on a terminal; elsewhere the first step and one step in so many seconds."""
@@ -203,6 +205,7 @@ def test_rollouts_that_predict_nothing_and_models_of_nan(models, rollouts, tmp_p
     assert status == 2 and "got NaN or infinity in lm_head.weight" in output.err
 
 
+@pytest.mark.exhaustive
 def test_router_loss(rollouts, tmp_path, monkeypatch, capsys):
     """With a router's auxiliary loss: PASS, FAIL where shared tokens count once, refused without routers."""
     tiny_model("qwen3_next", seed=3).save_pretrained(tmp_path / "experts")

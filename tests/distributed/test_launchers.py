@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate.utils import DistributedType
-from support.launching import TORCHRUN, launch
+from support.launching import launch, run_processes
 
 from harts_hf.errors import HartsWarning, UnsupportedModelError
 from harts_hf.trainers.refusals import check_processes
@@ -18,18 +18,21 @@ ACCELERATE_CPU = ("-m", "accelerate.commands.launch", "--cpu", "--num_machines",
 
 @pytest.mark.distributed
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("launcher", "said"),
-    [
-        (TORCHRUN, "UnsupportedModelError: expected 2 processes (WORLD_SIZE), got one that knows of no other"),
-        (ACCELERATE_CPU, "HartsWarning: accelerate launch set an address for several processes and started one"),
-    ],
-    ids=["torchrun", "accelerate"],
-)
-def test_a_process_that_is_alone_says_so(launcher, said, tmp_path):
-    """Real launchers, told to start two processes; the error ends the job."""
-    done = launch(SCRIPT, tmp_path, launcher=launcher, timeout=120)
-    assert said in done.stderr, done.stderr[-2000:]
+def test_processes_that_know_nothing_of_one_another(tmp_path):
+    """In torchrun's environment, without a GPU and without ``use_cpu=True``: the error ends the job."""
+    said = r"UnsupportedModelError: expected 2 processes \(WORLD_SIZE\), got one that knows of no other"
+    with pytest.raises(AssertionError, match=said):
+        run_processes(SCRIPT, tmp_path, "trainer", timeout=120)
+
+
+@pytest.mark.distributed
+def test_a_launcher_that_starts_one(tmp_path):
+    """Accelerate starts a single process for MULTI_CPU: a trainer warns, `harts train` of two processes refuses and
+    says what starts two."""
+    done = launch(SCRIPT, tmp_path, "trainer", "command", launcher=ACCELERATE_CPU, timeout=120)
+    warned = "HartsWarning: accelerate launch set an address for several processes and started one"
+    assert warned in done.stderr, done.stderr[-2000:]
+    assert "expected 2 processes (num_processes), got 1: start them with `accelerate launch" in done.stderr
     assert done.returncode != 0
 
 

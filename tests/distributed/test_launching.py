@@ -1,4 +1,4 @@
-"""`harts train` behind real launchers: two processes where two are asked for, or a refusal."""
+"""`harts train` on two processes, by a real launcher and with DeepSpeed; one that starts one: test_launchers.py."""
 
 import json
 import os
@@ -17,14 +17,13 @@ SMALL = [
 ]  # fmt: skip
 LAUNCH = """
 compute_environment: LOCAL_MACHINE
-distributed_type: {kind}
+distributed_type: MULTI_GPU
 mixed_precision: 'no'
 num_machines: 1
 num_processes: 2
 machine_rank: 0
-use_cpu: {use_cpu}
+use_cpu: false
 """
-pytestmark = pytest.mark.distributed
 
 
 def launch(command, folder):
@@ -42,21 +41,12 @@ def launch(command, folder):
     )
 
 
-def accelerate(folder, kind):
-    """The command of `accelerate launch` for two processes of a kind."""
-    file = folder / "launch.yaml"
-    file.write_text(LAUNCH.format(kind=kind, use_cpu=str(kind == "MULTI_CPU").lower()))
-    return ["accelerate.commands.launch", "--config_file", str(file)]
-
-
-@pytest.mark.parametrize("launcher", ["accelerate", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
-def test_two_processes_train(launcher, tmp_path):
-    """One of them prints; the step is of both."""
-    if launcher == "torchrun":
-        command = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    else:
-        command = accelerate(tmp_path, "MULTI_GPU")
-    done = launch(command, tmp_path)
+@pytest.mark.distributed
+def test_two_processes_train(tmp_path):
+    """One of them prints; the step is of both. (torchrun: tests/newcomer/two_processes.txt.)"""
+    file = tmp_path / "launch.yaml"
+    file.write_text(LAUNCH)
+    done = launch(["accelerate.commands.launch", "--config_file", str(file)], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("step     2/2") == 1 and "for 2 steps on 2 processes," in done.stdout
     entries = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
@@ -64,13 +54,7 @@ def test_two_processes_train(launcher, tmp_path):
     assert len(entries) == 2 and min(entry["tree/expanded_tokens"] for entry in entries) > 16 * 4
 
 
-def test_a_launcher_that_starts_one(tmp_path):
-    """Accelerate starts a single process for MULTI_CPU: refused, with what starts two."""
-    done = launch(accelerate(tmp_path, "MULTI_CPU"), tmp_path)
-    assert done.returncode != 0
-    assert "expected 2 processes (num_processes), got 1: start them with `accelerate launch" in done.stderr
-
-
+@pytest.mark.distributed
 @pytest.mark.exhaustive
 def test_zero3_by_an_option(tmp_path):
     """A model with random weights, built in parts by two processes on CPUs; what is saved is whole."""

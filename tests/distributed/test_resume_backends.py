@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launching import ACCELERATE, TORCHRUN, launch, run_processes
+from support.launching import run_processes
 from support.models import tiny_model
 from support.trainer_runs import TIMED
 
@@ -19,7 +19,7 @@ FAMILY = {"ddp": "bailing_hybrid", "fsdp2": "bailing_hybrid"}  # whose checkpoin
 # A generation batch lasts four optimizer steps.
 LONG = {
     "max_steps": 5,
-    "save_steps": 1,
+    "save_steps": 2,
     "optim": "adamw_torch",
     "learning_rate": 0.01,
     "steps_per_generation": 4,
@@ -131,33 +131,34 @@ def test_optimizer_without_state(left):
         assert_equal(resumed, whole, steps=2)
 
 
-def kill(folder, case, *, launcher, die):
-    """Asserts that a job of which one process is killed ends in time, with an error and without a result."""
+def killed(folder, case, die):
+    """A job of which one process kills itself, in the file that it returns; and the one that goes on from there."""
     one = job(folder, case, f"{case}-killed", die=die)
     path = folder / f"{one['name']}.json"
     path.write_text(json.dumps([one]))
-    done = launch(SCRIPT, path, launcher=launcher, timeout=300)
-    assert done.returncode != 0
-    assert "SIGKILL" in done.stderr or "exitcode  : -9" in done.stderr
-    assert not (folder / f"{one['name']}-0.pt").exists()
-    again = {**job(folder, case, f"{case}-again", resume=True), "folder": one["folder"]}
-    return run(folder, [again])[again["name"]]
+    return path, {**job(folder, case, f"{case}-again", resume=True), "folder": one["folder"]}
 
 
 def test_killed_in_a_save(folder, left):
-    """A half-written checkpoint is passed over, by name; accelerate launch."""
-    for rank, again in enumerate(kill(folder, "ddp", launcher=ACCELERATE, die=[0, "save", 3])):
-        said = [text for text in again["warnings"] if "passed over" in text]
-        assert len(said) == 1 and "checkpoint-2" in said[0] and "checkpoint-3: it is half-written" in said[0]
-        assert_equal(again, left["ddp"][rank], steps=3)
+    """A half-written checkpoint is passed over, by name. (What a launcher does: test_ranks_benchmark.py.)"""
+    path, again = killed(folder, "ddp", die=[0, "save", 4])
+    with pytest.raises(AssertionError, match="process 0 failed"):
+        run_processes(SCRIPT, path)
+    for rank, found in enumerate(run(folder, [again])["ddp-again"]):
+        said = [text for text in found["warnings"] if "passed over" in text]
+        assert len(said) == 1 and "checkpoint-2" in said[0] and "checkpoint-4: it is half-written" in said[0]
+        assert_equal(found, left["ddp"][rank], steps=3)
 
 
 @pytest.mark.exhaustive
 def test_killed_between_saves(folder, left):
-    """In the rollouts of the second epoch; torchrun."""
-    for rank, again in enumerate(kill(folder, "fsdp2", launcher=TORCHRUN, die=[1, "rollouts", 4])):
-        assert not any("passed over" in text for text in again["warnings"])
-        assert_equal(again, left["fsdp2"][rank], steps=1)
+    """In the rollouts of the second epoch."""
+    path, again = killed(folder, "fsdp2", die=[1, "rollouts", 4])
+    with pytest.raises(AssertionError, match="process 1 failed"):
+        run_processes(SCRIPT, path)
+    for rank, found in enumerate(run(folder, [again])["fsdp2-again"]):
+        assert not any("passed over" in text for text in found["warnings"])
+        assert_equal(found, left["fsdp2"][rank], steps=1)
 
 
 def test_another_number_of_processes(folder, left):

@@ -17,11 +17,6 @@ from support.counted import SPEED, CountedGRPOTrainer
 from support.oracle import float64_everywhere
 from train_two import allow_fsdp_on_cpu, backend_options
 
-LAYERS = {
-    "bailing_hybrid": "BailingHybridDecoderLayer",
-    "qwen3_5_moe_text": "Qwen3_5MoeDecoderLayer",
-    "qwen3_5_text": "Qwen3_5DecoderLayer",
-}
 TREE = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64}
 KINDS = {
     "stock": {},
@@ -42,10 +37,10 @@ OPTIONS = {
     "entropy": {"entropy_coef": 0.05},
     "router": {"router_aux_loss_coef": 0.3},
     "evaluated": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
-    # Ten updates of the bias of the experts, of loads that all ranks count; float64, so that no token's experts flip.
+    # Four updates of the bias of the experts, of loads that all ranks count; float64, so that no token's experts flip.
     "bias": {
         "tree_expert_bias_update_speed": SPEED,
-        "max_steps": 10,
+        "max_steps": 4,
         "learning_rate": 0.005,
         "gradient_accumulation_steps": 1,
     },
@@ -142,12 +137,10 @@ def run(case: str, folder: Path) -> dict:
     from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 
     backend, family, kind, *options = case.split(":")
-    arguments = recorded.arguments(folder, **{"router_aux_loss_coef": 0.0, **KINDS[kind]})
+    arguments = recorded.arguments(folder, **{"router_aux_loss_coef": 0.0, "max_steps": 2, **KINDS[kind]})
     for option in options:
         arguments |= {k: v for k, v in OPTIONS[option].items() if kind != "stock" or not k.startswith("tree_")}
     arguments |= {k: v for k, v in backend_options(backend).items() if k not in arguments}
-    if backend.startswith("fsdp2"):
-        arguments["fsdp_config"]["transformer_layer_cls_to_wrap"] = [LAYERS[family]]
     config_class, trainer_class = (GRPOConfig, GRPOTrainer) if kind == "stock" else (TreeGRPOConfig, TreeGRPOTrainer)
     dtype = torch.float32
     if "bias" in options:
@@ -155,6 +148,8 @@ def run(case: str, folder: Path) -> dict:
     unset_hf_deepspeed_config()  # of the case before
     model = tiny_model(family, seed=1, dtype=dtype)  # before the arguments, which would have ZeRO-3 take it over
     torch.manual_seed(0)
+    if backend.startswith("fsdp2"):
+        arguments["fsdp_config"]["transformer_layer_cls_to_wrap"] = [type(model.model.layers[0]).__name__]
     config = config_class(**arguments)
     if backend.startswith("fsdp2"):
         allow_fsdp_on_cpu()

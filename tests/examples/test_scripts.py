@@ -61,6 +61,7 @@ def test_every_script_is_tested():
     assert named == scripts
 
 
+@pytest.mark.essential("grpo", "recorded")
 @pytest.mark.parametrize("name", TRAINED)
 def test_script(name, tiny, run):
     """It trains: finite losses, shared tokens, no warnings of others; the adapter's run saves an adapter."""

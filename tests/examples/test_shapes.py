@@ -62,6 +62,7 @@ def plans(page):
     return [shlex.split(line)[1:] for line in lines]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("page", [page for page in PAGES if plans(page)], ids=name_of)
 def test_commands_run(page, tmp_path, monkeypatch, capsys):
     """The commands that a reader copies work in a clone as they stand."""

@@ -81,11 +81,12 @@ def with_adapter(config, family="qwen3_5_text"):
     return model
 
 
+@pytest.mark.essential("ia3", "lora", "lora-parameters", "lora-saved-linear", "trainable_tokens")
 @pytest.mark.parametrize("name", ALLOWED)
 def test_allowed_methods_equal_one_trajectory_at_a_time(name):
     """Log-probs, and gradients of everything that is trained, of the unpatched model with the same adapter."""
     model = with_adapter(ALLOWED[name](), "qwen3_next" if name == "lora-parameters" else "qwen3_5_text")
-    rows = random_trajectories(3, vocab=VOCAB)
+    rows = random_trajectories(3, vocab=VOCAB, count=4)
     weights = random_weights(rows, torch.float64)
     with float64_everywhere(model):
         stock = [trajectory_log_probs(model, row) for row in rows]

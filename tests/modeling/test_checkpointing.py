@@ -20,6 +20,7 @@ def checkpointed(model):
     return [layer.gradient_checkpointing for layer in model.model.layers]
 
 
+@pytest.mark.exhaustive
 def test_every_second_layer(tmp_path):
     """The same bits as of all layers; a generation stands before each step."""
     runs = {}

@@ -21,6 +21,7 @@ PLANNER = PlannerConfig(max_tokens_per_microbatch=64, sharing="always")
 ROWS = {"few": [np.array([5, 9])], "many": branching(65, vocab=VOCAB)}
 
 
+@pytest.mark.essential("bailing_hybrid-grouped_mm-many", "bailing_hybrid-eager-few")
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_next"])

@@ -74,6 +74,11 @@ def test_patching_is_per_instance():
     assert type(second.model.layers[0].linear_attn) is KNOWN["qwen3_5_text"].class_named("Qwen3_5GatedDeltaNet")
 
 
+def test_every_family_is_tested():
+    """A family of this package has a tiny model, and so is in every test that runs once per family."""
+    assert {name for name, family in KNOWN.items() if "." not in family.module_name} == set(FAMILIES)
+
+
 def test_patching_twice_is_patching_once():
     """A second patch changes nothing, and one unpatch undoes both."""
     model = tiny_model("qwen3_5_text")

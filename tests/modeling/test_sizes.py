@@ -26,6 +26,7 @@ def kept(run, what):
     return sizes, rows
 
 
+@pytest.mark.essential("bailing_hybrid-False-dtype0", "qwen3_5_text-True-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("expand_latents", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)

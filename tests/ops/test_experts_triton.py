@@ -70,6 +70,7 @@ def test_weighted_swiglu(dtype):
         assert error <= 1.5 * theirs + 1e-6, f"result {number}: {error:.2e} against {theirs:.2e}"
 
 
+@pytest.mark.essential("4-2-True-torch.float32")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normalizes", [False, True])
 @pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 2), (8, 8)])
@@ -93,6 +94,7 @@ def test_route(groups, kept, normalizes, dtype):
     assert torch.equal(chosen[0], chosen[1])
 
 
+@pytest.mark.exhaustive
 def test_route_chooses_as_stock_routers():
     """Transformers' own router of Ling and Kimi, on scores of bf16, which have many ties: the same sets of experts and
     the same weight of each."""

@@ -48,7 +48,7 @@ def run(rule: Any, inputs: list[torch.Tensor], tables: LinearTables, exports: to
     return [output.detach(), states.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-@pytest.mark.essential("True-True")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kimi", "aligned"), [(False, False), (True, True)])
 def test_rules_equal_the_reference_in_one_group_and_in_many(
     kimi: bool, aligned: bool, monkeypatch: pytest.MonkeyPatch

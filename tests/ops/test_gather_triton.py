@@ -39,7 +39,7 @@ def test_gather_reads_strided_rows_and_nothing():
     assert torch.equal(empty, torch.zeros(2, 4))
 
 
-@pytest.mark.essential("True-True")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_pack_and_its_gradient(norm: bool, per_channel: bool):

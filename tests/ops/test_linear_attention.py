@@ -135,6 +135,12 @@ def bitwise_tree() -> RolloutTree:
     return RolloutTree.from_trajectories(rows)
 
 
+@pytest.mark.essential(
+    "(2, 2, 16, 16)-dtype0-gated",
+    "(2, 2, 16, 16)-dtype1-kimi",
+    "(1, 3, 8, 20)-dtype2-gated",
+    "(1, 1, 5, 3)-dtype0-kimi",
+)
 @both_rules
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("dims", [(2, 2, 16, 16), (1, 1, 5, 3), (1, 3, 8, 20)], ids=str)

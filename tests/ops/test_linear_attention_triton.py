@@ -226,7 +226,7 @@ def test_packed_form_is_built_once():
     assert packed_chains(tables, nodes[:0], 0) is not packed_chains(tables, nodes, 0)
 
 
-@pytest.mark.essential("3-True-True")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kda", [False, True])
 @pytest.mark.parametrize(("seed", "handed_in"), [(0, False), (3, True)])
 def test_states_and_gradients(kda: bool, seed: int, handed_in: bool):
@@ -332,5 +332,5 @@ for kernel in sorted({name for name, _ in launched}):
     print(kernel, len(hashes) > 2, len(set(hashes)))
 """
     )
-    wanted = ["_states_backward True 1", "_states_forward True 1", "_sum_children True 1"]
+    wanted = ["states_backward True 1", "states_forward True 1", "sum_children True 1"]
     assert printed.splitlines() == wanted

@@ -138,6 +138,7 @@ def test_short_prefix_is_computed_again_where_reading_is_dear():
     assert always.forward_tokens == tree.num_tokens
 
 
+@pytest.mark.exhaustive
 def test_close_to_exhaustive_search():
     """On small forests and two ranks the estimate is within 2 % of the best plan on average, 10 % at worst.
 

@@ -113,6 +113,7 @@ def whole_paths(walk, **limits):
     return cut_whole_paths(walk, table, PieceLimits(**limits), chunk_size=4)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=300)
 @given(shapes(max_nodes=11, max_length=5), st.integers(4, 16), st.none() | st.integers(4, 16))
 def test_whole_paths_against_every_split(shape, max_rows, max_linear):

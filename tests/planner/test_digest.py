@@ -69,6 +69,7 @@ def test_anything_that_ranks_would_run_differently_changes_the_digest():
     assert len(set(digests.values())) == len(digests), digests
 
 
+@pytest.mark.essential("random")
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
 def test_the_digest_does_not_depend_on_the_process(seed):
     """Another process, whatever PYTHONHASHSEED, plans the same and gets the same number."""

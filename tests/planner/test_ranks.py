@@ -20,6 +20,7 @@ def longest_path_alone(tree, config):
     return plan_window(path, config).estimated_seconds
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=30)
 @given(shapes(max_nodes=10, max_length=14), st.integers(2, 4), st.sampled_from(["replay", "nested", "keep"]))
 def test_the_estimate_is_the_slowest_op_of_each_slot(shape, world_size, execution):
@@ -37,6 +38,7 @@ def test_the_estimate_is_the_slowest_op_of_each_slot(shape, world_size, executio
     assert schedule.estimated_seconds == pytest.approx(seconds, rel=1e-12)
 
 
+@pytest.mark.essential("3-5-25")
 @pytest.mark.parametrize(("world_size", "segments", "count"), [(2, 7, 12), (3, 5, 25)])
 def test_small_forests_against_exhaustive_search(world_size, segments, count):
     """At most 1.02 of the fastest plan there is in the mean, 1.10 at worst (measured on 300: 1.002 and 1.045)."""
@@ -51,6 +53,7 @@ def test_small_forests_against_exhaustive_search(world_size, segments, count):
     assert np.mean(ratios) <= 1.02 and max(ratios) <= 1.10, ratios
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "ranks", "copies", "budget", "least"),
     [
@@ -93,6 +96,7 @@ def test_a_prefix_that_all_share_costs_no_balance(rows):
     assert bound >= 0.975 * plan_window(tree, PlannerConfig(world_size=8)).estimated_seconds
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=40)
 @given(shapes(max_nodes=12, max_length=14), st.integers(2, 3), st.sampled_from([None, 20, 40]))
 def test_nested_ranks_run_one_word_of_brackets(shape, world_size, limit):
@@ -141,6 +145,7 @@ def test_executions_of_several_ranks_can_be_compared():
         assert plan_window(groups, PlannerConfig(world_size=ranks)).execution == "replay"
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=40)
 @given(shapes(max_nodes=10, max_length=14), st.integers(1, 4), st.booleans())
 def test_world_counts_against_sets_of_rows(shape, world_size, handoff):

@@ -76,7 +76,8 @@ CASES = {
         {"max_tokens_per_microbatch": 64, "execution": "nested", "max_graph_tokens": 640},
     ),
     "caterpillar": (caterpillar, 500, {"max_tokens_per_microbatch": 512}),
-    "caterpillar at default settings": (caterpillar, 1_000, {}),
+    "caterpillar in one microbatch": (caterpillar, 700, {}),
+    "caterpillar at default settings": (caterpillar, 4_000, {}),
     "caterpillar on two ranks": (caterpillar, 300, {"max_tokens_per_microbatch": 512, "world_size": 2}),
     "caterpillar on 16 ranks": (caterpillar, 300, {"max_tokens_per_microbatch": 512, "world_size": 16}),
     "caterpillar with few bytes": (

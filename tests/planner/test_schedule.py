@@ -73,6 +73,7 @@ def test_every_plan_is_valid(tree, config):
         assert schedule.tree.depth[planned].tolist() == tree.depth[path].tolist()
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=50)
 @given(trees(), configs(), st.data())
 def test_limits_hold_or_the_smallest_that_works_is_named(tree, config, data):
@@ -243,6 +244,7 @@ sys.stdout.write(plan_window(list(shape_trees("vmcts_dafny_bst")), config).to_js
 """
 
 
+@pytest.mark.exhaustive
 def test_same_plan_in_every_process():
     """Hash seeds and processes do not change a plan: its JSON is equal byte for byte."""
     outputs = {

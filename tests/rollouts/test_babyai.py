@@ -147,6 +147,7 @@ def test_rewards():
     assert game.reward == 0
 
 
+@pytest.mark.exhaustive
 def test_a_tokenizer_of_its_words():
     """One token for each word and action; other instances have no unknown word; texts survive."""
     game = BabyAIEnvironment("BabyAI-GoToLocalS5N2-v0", style="words", actions=["left", "right", "forward"])
@@ -209,6 +210,7 @@ def test_refusals_of_a_reset():
         begun(level_kwargs={"rooms": 3})
 
 
+@pytest.mark.exhaustive
 def test_without_minigrid_the_extra_is_named():
     """A fresh process without it: the error says what to install, and the module imports."""
     code = (

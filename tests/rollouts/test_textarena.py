@@ -72,6 +72,7 @@ def test_wrong_actions_are_answered_by_the_game():
     assert 0 < game.reward < 1
 
 
+@pytest.mark.essential("2048-v0", "Mastermind-v0", "Minesweeper-v0-small", "Sudoku-v0-very-easy")
 @pytest.mark.parametrize("name", OFFLINE)
 def test_every_offline_game_forks_and_repeats(name):
     """The seed decides all, forks go on by themselves, and other uses of the generator neither matter nor notice."""
@@ -212,6 +213,7 @@ def test_games_that_are_refused_at_the_reset(game, kwargs, message):
         begun(game, game_kwargs=kwargs)
 
 
+@pytest.mark.exhaustive
 def test_refused_games_are_not_imported():
     """A fresh process in which any connection is an error: refusals open none, nor does a game that is played."""
     code = (
@@ -228,6 +230,7 @@ def test_refused_games_are_not_imported():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+@pytest.mark.exhaustive
 def test_without_textarena_the_extra_is_named():
     """A fresh process without it: the error says what to install, and the module imports."""
     code = (

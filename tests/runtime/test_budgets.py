@@ -111,6 +111,7 @@ def test_peaks_of_each_family():
     assert all(1 <= ratio <= MOST_ABOVE for ratio in found.values()), found
 
 
+@pytest.mark.exhaustive
 def test_peaks_of_all_families():
     """Windows that the model was not fitted to: fused and stock, bfloat16, and float32 weights under autocast."""
     found = {}

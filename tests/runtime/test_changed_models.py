@@ -252,6 +252,7 @@ def test_order_of_calls():
         WindowRun(model, window, mode="unscored").score()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_two_runs_of_one_window(execution):
     """Runs of two models on one window, their ops between one another: each hands over its own states."""

@@ -14,6 +14,7 @@ from harts_hf.runtime import costing
 from harts_hf.tree import RolloutTree
 
 
+@pytest.mark.exhaustive
 def test_fit_on_a_tiny_model(tmp_path, monkeypatch):
     """Coefficients are finite and not negative, some time is explained, and the saved file is used by `harts plan`."""
     windows = [

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import transformers
 from accelerate import Accelerator
 from support import recorded
 from support.device_tags import DEVICE, DeviceMismatchError, is_tagged, pretended_gpu, tensors_of
-from support.models import VOCAB, tiny_model
+from support.models import FAMILIES, VOCAB, tiny_model
 from support.ranks import OtherRankHas
 from support.trees import branching
 from trl.trainer.base_trainer import _BaseTrainer
@@ -21,14 +22,16 @@ from harts_hf.kernels.linear_attention.fla_tables import packed_chains
 from harts_hf.modeling import LABEL_VALUES
 from harts_hf.runtime import RunOptions, TreeValues, TreeWindow, WindowRun
 
-RUNS = [
-    ("bailing_hybrid", "replay", {"options": RunOptions(offload=True, expand_latents=True)}),
-    ("kimi_linear", "keep", {}),
-    ("olmo_hybrid", "nested", {"options": RunOptions(offload=True)}),
-    ("qwen3_5_moe_text", "replay", {"ranks": OtherRankHas(6)}),
-    ("qwen3_5_text", "keep", {"options": RunOptions(offload=True)}),
-    ("qwen3_next", "nested", {}),
+OPTIONS = [
+    ("replay", {"options": RunOptions(offload=True, expand_latents=True)}),
+    ("keep", {}),
+    ("nested", {"options": RunOptions(offload=True)}),
+    ("replay", {"ranks": OtherRankHas(6)}),
+    ("keep", {"options": RunOptions(offload=True)}),
+    ("nested", {}),
 ]
+# Each family with some of them, and each of them with some family.
+RUNS = [(family, *options) for family, options in zip(FAMILIES, cycle(OPTIONS), strict=False)]
 
 
 @pytest.fixture
@@ -57,6 +60,7 @@ def run_backward(run, *, scored=False):
     run.backward(TreeValues(rows={"log_prob": log_probs, "entropy": entropy}), torch.Tensor.backward)
 
 
+@pytest.mark.essential("bailing_hybrid-replay-options0")
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("family", "execution", "options"), RUNS)
 def test_windows(family, execution, options):
@@ -66,6 +70,7 @@ def test_windows(family, execution, options):
     assert all(is_tagged(parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("execution", ["keep", "nested", "replay"])
 def test_waits_for_a_gpu(execution, gpu):
     """A window is waited for once for its masks and once for its guard, and each backward once for the head's rows;

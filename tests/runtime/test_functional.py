@@ -20,6 +20,7 @@ def planner(execution="replay"):
     return PlannerConfig(max_tokens_per_microbatch=64, sharing="always", execution=execution)
 
 
+@pytest.mark.essential("nested")
 @pytest.mark.parametrize("execution", ["replay", "nested", "keep"])
 def test_hooks_of_parameters_fire_once(execution):
     """A hook sees a window's whole gradient, once, however many microbatches there are, and stays registered."""

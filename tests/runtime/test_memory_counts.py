@@ -66,6 +66,7 @@ def check(run, window):
     assert len(seen) == len(ops) and max(seen) > 0
 
 
+@pytest.mark.essential("qwen3_5_text-nested", "bailing_hybrid-replay")
 @pytest.mark.parametrize("execution", ["replay", "nested", "keep"])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bailing_hybrid"])
 def test_planned_windows(family, execution):

@@ -173,6 +173,7 @@ def check_one_forest(count, loss, options):
     assert len({report.window.schedule.to_json() for report in reports}) == 1
 
 
+@pytest.mark.essential("actor_critic-2")
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_one_forest(name, count):
@@ -180,6 +181,7 @@ def test_one_forest(name, count):
     check_one_forest(count, *CASES[name])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_random_placements(name, monkeypatch):
     """Whoever computes what."""
@@ -187,6 +189,7 @@ def test_random_placements(name, monkeypatch):
     check_one_forest(3, *CASES[name])
 
 
+@pytest.mark.exhaustive
 def test_skipped_on_ranks(monkeypatch):
     """Nested words that are aligned with dummies skip the scoring pass, exactly."""
     place_at_random(monkeypatch, seed=1)
@@ -220,6 +223,7 @@ def test_one_rank_needs_scores():
     assert calls == [2, 2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("everyone", [True, False])
 @pytest.mark.parametrize("placement", ["global", "local"])
 def test_values_that_are_known(placement, everyone):

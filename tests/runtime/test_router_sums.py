@@ -70,6 +70,7 @@ def expected_losses(model):
     return losses
 
 
+@pytest.mark.essential("2-global-replay")
 @pytest.mark.parametrize(
     ("count", "placement", "execution"),
     [
@@ -191,6 +192,7 @@ def test_counts_by_slice_add_up():
     assert load_balancing_loss(torch.zeros(8), torch.zeros(8), TOP_K) == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "checkpointing"), [*((family, False) for family in MOE_FAMILIES), ("bailing_hybrid", True)]
 )
@@ -218,6 +220,7 @@ def flipping(model, *, always=False):
     return model
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_flips(checkpointing):
     """Routes of the scoring pass are taken where the backward's forward would choose others, and flips are counted."""

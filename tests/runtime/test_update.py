@@ -84,6 +84,7 @@ def expected_actor_critic(model, rows):
     return total
 
 
+@pytest.mark.essential("always", "probe-fails")
 @pytest.mark.parametrize(
     ("loss", "expected", "options", "needed_by"),
     [
@@ -137,6 +138,7 @@ def test_score():
             assert not found["value"][number, len(row) :].any()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("execution", ["nested", "replay", "keep"])
 def test_values_that_are_known(execution):
     """A loss on the values of an earlier pass, which had the rows in other batches: the unpatched model's gradient,

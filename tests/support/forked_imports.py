@@ -1,5 +1,7 @@
 """What scripts of several processes import: a fork server imports it once, and each process starts from there."""
 
+import gc
+
 import deepspeed
 import peft  # noqa: F401
 import trl
@@ -21,3 +23,6 @@ TRAINERS = (
 )
 # Compiled for two minutes on a new machine; gloo adds up as well.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+# Every training collects garbage itself, through all of this, and would copy its pages into each process.
+gc.collect()
+gc.freeze()

@@ -7,19 +7,22 @@ from torch import nn
 from harts_hf.verify.oracle import float64_everywhere as float64_everywhere
 
 
-def trajectory_log_probs(model: nn.Module, tokens: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs [L - 1] of one trajectory on a stock model, by its logits."""
-    ids = torch.from_numpy(np.asarray(tokens))[None]
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1] / temperature
-    return torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+def trajectory_values(
+    model: nn.Module, tokens: np.ndarray, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies, [L - 1] each, of one trajectory on a stock model, by its logits.
 
-
-def trajectory_entropy(model: nn.Module, tokens: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
-    """Entropies [L - 1] of the distributions that the tokens after the first were drawn from."""
+    Entropies are of the distributions that the tokens after the first were drawn from.
+    """
     ids = torch.from_numpy(np.asarray(tokens))[None]
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1] / temperature
     log_p = torch.log_softmax(logits, dim=-1)
-    return -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(1, ids[0, 1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def trajectory_log_probs(model: nn.Module, tokens: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
+    """The log-probs of :func:`trajectory_values`."""
+    return trajectory_values(model, tokens, temperature)[0]
 
 
 def random_weights(trajectories: list[np.ndarray], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:

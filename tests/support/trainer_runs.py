@@ -15,12 +15,29 @@ TIMED = ("step_time", "runtime", "samples_per_second", "steps_per_second", "tota
 # head works in float32 even for float64 models: 6e-8 relative in each log-prob and gradient. The largest seen over
 # all cases was 2.6e-6 of the movement.
 RELATIVE_TOLERANCE = 1e-5
+# Of stock trainers, by their options: what is compared with them differs in the tree's options alone.
+_STOCK: dict[tuple, tuple] = {}
 
 
 def run_trainer(
     trainer_class: type, config_class: type, folder: Path, *, family: str = "qwen3_5_text", **options: Any
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], Any]:
-    """Trains a fresh float64 model; returns its parameters, its log history and the trainer."""
+    """Trains a fresh float64 model for two steps; returns its parameters, its log history and the trainer.
+
+    A stock trainer runs once for equal options, unless these have a state (callbacks, adapters, data sets).
+    """
+    if not config_class.__module__.startswith("trl.") or {"callbacks", "peft_config", "dataset"} & options.keys():
+        return _run(trainer_class, config_class, folder, family, options)
+    # Functions themselves, so that none is taken for a later one at its address.
+    values = tuple((name, one if callable(one) else repr(one)) for name, one in sorted(options.items()))
+    key = (trainer_class, family, values)
+    if key not in _STOCK:
+        _STOCK[key] = _run(trainer_class, config_class, folder, family, options)
+    return _STOCK[key]
+
+
+def _run(trainer_class: type, config_class: type, folder: Path, family: str, options: dict[str, Any]) -> tuple:
+    options = dict(options)
     rollout_func = options.pop("rollout_func", recorded.rollout_func)
     dataset = options.pop("dataset", None) or recorded.dataset()
     callbacks, lora = options.pop("callbacks", None), options.pop("peft_config", None)
@@ -35,7 +52,7 @@ def run_trainer(
     trainer = trainer_class(
         model,
         recorded.recorded_reward,
-        args=config_class(**recorded.arguments(folder, **options)),
+        args=config_class(**recorded.arguments(folder, **{"max_steps": 2, **options})),
         train_dataset=dataset,
         processing_class=recorded.tokenizer(),
         callbacks=callbacks,

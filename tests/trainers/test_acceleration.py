@@ -97,6 +97,7 @@ def test_every_trainer_asks(kind, monkeypatch):
     monkeypatch.setattr(refusals, "check_acceleration", refusing)
     monkeypatch.setattr(hooks, "patch", lambda _: pytest.fail("patched"))
     one = object.__new__(kind)
-    one.args, one.accelerator, one.value_model, one.model = SimpleNamespace(), None, None, nn.Linear(2, 2)
+    one.args, one.value_model, one.model = SimpleNamespace(), None, nn.Linear(2, 2)
+    one.accelerator = SimpleNamespace(state=None)
     with pytest.raises(UnsupportedModelError, match="asked"):
         one._begin_tree(object)

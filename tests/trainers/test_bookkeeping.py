@@ -72,6 +72,7 @@ class Watching(TreeGRPOTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("execution", ["nested", "replay"])
 def test_losses_run_on_the_cpu(execution, monkeypatch, tmp_path):
@@ -90,6 +91,7 @@ def test_losses_run_on_the_cpu(execution, monkeypatch, tmp_path):
     assert found["cpu"][1] == found["large"][1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("accumulation", [2, 4])
 def test_wrappers_are_looked_through_once(accumulation, monkeypatch, tmp_path):
     """However many slices a step has: Accelerate takes milliseconds for it."""
@@ -300,6 +302,7 @@ def test_changed_rows_reach_the_batch(tmp_path):
     assert first[0] == 7
 
 
+@pytest.mark.exhaustive
 def test_losses_see_prompts_of_one_column(tmp_path):
     """TRL's own loss reads nothing of them; a loss of the user's own gets them whole."""
     widths = {}
@@ -314,6 +317,7 @@ def test_losses_see_prompts_of_one_column(tmp_path):
     assert widths["trl"] == 1 < widths["mine"]
 
 
+@pytest.mark.exhaustive
 def test_waits_do_not_grow_with_slices(gpu, tmp_path):
     """A step waits for the GPU as often with four slices as with two, metrics and Trainer's look for NaN included.
     (Batches are copied to the CPU together by a GPU, one by one by this one.)"""

@@ -20,6 +20,7 @@ from support.trainer_runs import TIMED
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.trainers.resuming import load_weights
 
+FAMILY = "qwen3_5_text"
 # Loads checkpoints as anybody would, and says what they hold.
 LOAD_ELSEWHERE = """
 import sys, torch
@@ -54,7 +55,7 @@ with torch.no_grad():
 def train(
     folder: Path,
     *,
-    family: str = "qwen3_5_text",
+    family: str = FAMILY,
     dtype: torch.dtype = torch.float32,
     resume: str | None = None,
     lora: LoraConfig | None = None,
@@ -119,7 +120,7 @@ def test_an_adapter_loads_without_us(tmp_path):
     assert not torch.equal(plain, logits)
 
 
-@pytest.mark.essential("bailing_hybrid")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_best_model_is_the_best_checkpoint(family, tmp_path):
     """After load_best_model_at_end every parameter is that of the best checkpoint, none of the last step."""
@@ -161,9 +162,9 @@ RUNS = {
 }
 
 
-# Families whose checkpoints have other names than their modules: Trainer alone would leave most weights as they were.
-RENAMED = [family for family in FAMILIES if family != "qwen3_5_text"]
-RUNS |= {family: {"max_steps": 2, "save_steps": 1, "family": family} for family in RENAMED}
+# Other families than that of the runs above: checkpoints of some have other names than their modules, where Trainer
+# alone would leave most weights as they were.
+RUNS |= {family: {"max_steps": 2, "save_steps": 1, "family": family} for family in FAMILIES if family != FAMILY}
 
 
 @pytest.mark.essential("every-step")
@@ -256,6 +257,7 @@ def test_tied_weights_are_loaded_as_they_were_saved(tmp_path):
         assert loaded.dtype == tensor.dtype and torch.equal(loaded, tensor), name
 
 
+@pytest.mark.exhaustive
 def test_resuming_a_head_in_float32(tmp_path):
     """A bfloat16 policy whose head TRL keeps in float32 goes on with the head that it had."""
     options = {"max_steps": 2, "save_steps": 1, "cast_lm_head_to_fp32": True, "dtype": torch.bfloat16}

@@ -33,8 +33,9 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_corner_rows(name, tmp_path):
     """TreeGRPOTrainer trains as GRPOTrainer does."""
-    stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock", **OPTIONS[name])
-    tree = run_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path / "tree", tree_sharing="always", **OPTIONS[name])
+    options = {"max_steps": 3, **OPTIONS[name]}
+    stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock", **options)
+    tree = run_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path / "tree", tree_sharing="always", **options)
     assert_same_training(stock, tree)
     assert tree[2].state.global_step == 3
 

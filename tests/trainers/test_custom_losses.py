@@ -81,7 +81,7 @@ def pair(loss):
     return (type(f"{base.__name__}With{loss.__name__}", (loss, base), {}) for base in (GRPOTrainer, TreeGRPOTrainer))
 
 
-@pytest.mark.essential("SquaredLogProbs")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", [SquaredLogProbs, Hinge, Entropies])
 def test_custom_loss_is_scored_and_equals_trl(loss, tmp_path):
     """The scoring pass comes back for a loss that TRL does not know, and a metric says so."""

@@ -49,6 +49,7 @@ def rows_in(batch):
         yield prompt, batch["completion_ids"][row][real].tolist(), mask[row][real].tolist(), batch["advantages"][row]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, {"steps_per_generation": 4, "per_device_train_batch_size": 2}])
 def test_rows_of_an_episode_stay_together(options, tmp_path):
     """Each slice holds as many episodes, all rows of each in order, every sampled token with mask 1 once."""
@@ -181,6 +182,7 @@ def test_lengths(source, tmp_path):
         assert log["num_tokens"] == prompts + sum(by_sample)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", ["bnpo", "dapo"])
 def test_no_sample_at_all(loss, tmp_path):
     """A batch of episodes without samples takes a step of zero gradients, and the next batch trains."""
@@ -206,7 +208,7 @@ def one_sample_each(prompt, count):
     ]
 
 
-@pytest.mark.essential("bnpo")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", ["grpo", "bnpo", "dapo"])
 def test_with_one_row_an_episode_the_key_changes_nothing(loss, tmp_path):
     """Bit for bit: parameters and metrics."""

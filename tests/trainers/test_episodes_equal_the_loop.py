@@ -33,7 +33,7 @@ def small_steps(loss):
     return {"learning_rate": 0.01} if loss == "luspo" else {}
 
 
-@pytest.mark.essential("bnpo", "dapo")
+@pytest.mark.essential("bnpo")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_samples_weigh_alike(loss, tmp_path):
     """A generation batch lasts for two steps, the second off policy; with an entropy bonus."""
@@ -42,7 +42,7 @@ def test_samples_weigh_alike(loss, tmp_path):
     assert_follows(run, followed(run))
 
 
-@pytest.mark.essential("grpo", "dapo")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", LOSSES)
 def test_episodes_weigh_alike(loss, tmp_path):
     """Two iterations on a generation batch, the second off policy; with an entropy bonus and a reference model."""
@@ -68,6 +68,7 @@ def test_truncated_rows(weight, tmp_path):
     assert_follows(run, followed(run))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("weight", ["sample", "episode"])
 def test_gmpo(weight, tmp_path):
     """GMPO's trainer, off policy and with a reference model."""

@@ -10,6 +10,7 @@ from support.trainer_runs import TIMED
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer, TreeRLOOConfig, TreeRLOOTrainer, UnsupportedModelError
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [{"tree_episode_weight": "episode"}, {"num_iterations": 2, "epsilon": 0.02, "loss_type": "grpo"}],

@@ -32,6 +32,7 @@ def biases(trainer):
     return [buffer for name, buffer in named if name.endswith("e_score_correction_bias")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["bailing_hybrid", pytest.param("kimi_linear", marks=pytest.mark.slow)])
 def test_bias_after_ten_steps(family, tmp_path):
     """Loads are equal integers in every step, biases equal, and what is trained with them; groups of experts too."""
@@ -80,6 +81,7 @@ def test_bias_after_ten_steps(family, tmp_path):
     assert 0 < log["tree/router_entropy"] < torch.tensor(8.0).log()
 
 
+@pytest.mark.exhaustive
 def test_load_without_a_scoring_pass(tmp_path):
     """Counted once where scoring is left out or kept, where layers are computed twice, where one forward does all."""
     found = []

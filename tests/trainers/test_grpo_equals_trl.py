@@ -1,4 +1,4 @@
-"""Three SGD steps of TreeGRPOTrainer against stock GRPOTrainer; the budget is in support.trainer_runs."""
+"""Two SGD steps of TreeGRPOTrainer against stock GRPOTrainer; the budget is in support.trainer_runs."""
 
 import pytest
 from support.trainer_runs import assert_same_training, run_trainer

@@ -53,6 +53,7 @@ def trained(folder, rows, **options):
     return run_trainer(TreeGRPOTrainer, TreeGRPOConfig, folder, **options)[:2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("F", {}), ("B", {"entropy_coef": 0.01}), ("S", {"entropy_coef": 0.01})],
@@ -74,6 +75,7 @@ def test_the_step_is_that_of_half_the_rows(kind, options, tmp_path, monkeypatch)
     assert [log["tree/max_tokens_per_microbatch"] for log in begun_again[1][:-1]] == [64, 64]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("rows", "options"),
     [("auto", {}), (4096, {}), (200, {}), (128, {"tree_execution": "nested"}), (4096, {"tree_execution": "nested"})],
@@ -97,6 +99,7 @@ def test_half_of_what_ran(rows, options, tmp_path, monkeypatch):
     assert most[0] > 100 and len(most) > 2
 
 
+@pytest.mark.exhaustive
 def test_scoring_is_begun_again(tmp_path, monkeypatch):
     """Old log-probs, which TRL asks for before the step: equal but for rounding."""
     planned = trained(tmp_path / "planned", 64, num_iterations=2)

@@ -222,6 +222,7 @@ def test_rewards_that_nobody_reads(tmp_path):
         trainer.train()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -289,7 +290,7 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.essential("head")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["head", "lora", "model"])
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, kind):
     """Bit for bit, in the middle of an epoch; the policy's files have no value head and load by themselves."""

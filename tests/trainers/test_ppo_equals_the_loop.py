@@ -11,11 +11,10 @@ from support.recordings import rows_of_episodes
 
 from harts_hf.rollouts import RecordedRollouts
 
-pytestmark = pytest.mark.slow
 CUT = {"tree_max_tokens_per_microbatch": 64}
 
 
-@pytest.mark.essential("samples-cut", "epochs-of-minibatches-clipped")
+@pytest.mark.essential("samples-cut")
 @pytest.mark.parametrize(
     ("options", "at_least"),
     [
@@ -53,6 +52,7 @@ def test_equals_the_loop(tmp_path, options, at_least):
     assert max(microbatches) >= at_least
 
 
+@pytest.mark.exhaustive
 def test_rewards_of_turns_and_cuts_that_are_said(tmp_path):
     """Rewards of turns add to the episode's; one that is said to be whole ends with 0, whatever its last token."""
 
@@ -90,6 +90,7 @@ def test_rewards_of_turns_and_cuts_that_are_said(tmp_path):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_value_model_of_another_family(tmp_path):
     """Values from a model of its own; its gradients are cleared and stepped beside the policy's."""
     critic = tiny_model("bailing_hybrid", dtype=torch.float64, seed=5)
@@ -97,12 +98,14 @@ def test_a_value_model_of_another_family(tmp_path):
     assert not any("critic" in name for name, _ in trainer.model.named_parameters())
 
 
+@pytest.mark.exhaustive
 def test_lora(tmp_path):
     """Adapters and the value head are trained, and nothing else."""
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "in_proj_qkv"], lora_dropout=0.0)
     assert_equals_the_loop(tmp_path, peft_config=config, learning_rate=0.5)
 
 
+@pytest.mark.exhaustive
 def test_recorded_rollouts_shared_or_not(tmp_path):
     """Two epochs of minibatches leave the same parameters and losses as without sharing."""
     options = {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 3, **CUT}

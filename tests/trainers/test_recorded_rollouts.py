@@ -31,9 +31,9 @@ def written(folder, rows):
     return path
 
 
-@pytest.mark.essential("two-epochs")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "options", [{}, EPOCHS, {"loss_type": "grpo", **DRIFT}], ids=["three-steps", "two-epochs", "several-iterations"]
+    "options", [{}, EPOCHS, {"loss_type": "grpo", **DRIFT}], ids=["two-steps", "two-epochs", "several-iterations"]
 )
 def test_rescored_is_stock_trl(options, tmp_path):
     """Parameters and metrics of GRPOTrainer on the same rollouts; their recorded log-probs play no part."""
@@ -45,6 +45,7 @@ def test_rescored_is_stock_trl(options, tmp_path):
     assert_same_training(stock, tree)
 
 
+@pytest.mark.exhaustive
 def test_a_reference_is_scored_once(tmp_path, monkeypatch):
     """In the second epoch its log-probs are known, in batches of other rows: parameters and metrics of stock TRL."""
     scored = []
@@ -95,7 +96,7 @@ def test_recorded_is_the_loop(name, tmp_path):
     assert_follows(run, followed(run, off_policy=True))
 
 
-@pytest.mark.essential("scored-anew")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("steps", [{}, {"num_iterations": 2}], ids=["scored-anew", "scored-by-trl"])
 def test_unknown_log_probs(steps, tmp_path):
     """A token whose log-prob the file does not know is compared with the policy's own at generation."""
@@ -105,6 +106,7 @@ def test_unknown_log_probs(steps, tmp_path):
     assert_follows(run, followed(run, off_policy=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("with_adapter", [False, True])
 def test_the_policy_is_not_scored_in_vain(with_adapter, tmp_path, monkeypatch):
     """Old log-probs that recorded ones replace take no forward; those of the reference model do."""
@@ -127,6 +129,7 @@ def test_the_policy_is_not_scored_in_vain(with_adapter, tmp_path, monkeypatch):
     assert len(scored) == 1 and (with_adapter or scored[0] is trainer.ref_model)
 
 
+@pytest.mark.exhaustive
 def test_any_rollout_function_may_be_off_policy(tmp_path):
     """What its log-probs are where nothing is trained does not matter; vLLM's correction would count them twice."""
 
@@ -167,6 +170,7 @@ def test_absent_episodes_count_nowhere(tmp_path, monkeypatch):
     assert 0 < run.logs[0]["completions/min_length"] <= shortest
 
 
+@pytest.mark.exhaustive
 def test_resuming(tmp_path):
     """A resumed run goes on as one that was never interrupted, bit for bit: what it draws depends on the step only."""
     options = {
@@ -198,6 +202,7 @@ def test_trainers_check_recordings_when_they_are_made(tmp_path):
             run_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, rollout_func=recording, **options)
 
 
+@pytest.mark.exhaustive
 def test_recorded_advantages_of_rows(tmp_path):
     """An advantage per row trains as the rewards do that it was computed from, also where none are per token."""
     rows = rows_of_prompts()

@@ -140,6 +140,7 @@ class KilledError(Exception):
     """Stands for a kill."""
 
 
+@pytest.mark.exhaustive
 def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path):
     """With save_total_limit=1 a kill at the very end of a save leaves the one before, and that is resumed."""
     trainer = build(tmp_path, save_total_limit=1)
@@ -164,6 +165,7 @@ def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path):
         assert torch.equal(got, expected)
 
 
+@pytest.mark.exhaustive
 def test_rollouts_that_cannot_be_saved(tmp_path):
     """A checkpoint within their generation batch warns, and is refused; one at its end is fine."""
     with pytest.warns(HartsWarning, match="cannot be resumed: rollouts.*'odd'.* holds a object"):

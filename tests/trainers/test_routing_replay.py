@@ -100,6 +100,7 @@ def trained(tmp_path_factory):
     return functools.cache(lambda mode, **options: train(tmp_path_factory.mktemp("run"), mode, **options))
 
 
+@pytest.mark.essential("engine")
 @pytest.mark.parametrize("mode", ["off", "scoring", "engine"])
 def test_steps_take_the_experts_of_the_old_log_probs(trained, mode):
     """Without replay they differ; flips are counted against whoever chose first."""
@@ -118,6 +119,7 @@ def test_steps_take_the_experts_of_the_old_log_probs(trained, mode):
             assert log["tree/engine_routes_missing"] == 0  # of a rollout's last token nothing depends
 
 
+@pytest.mark.exhaustive
 def test_the_engines_experts_are_taken(trained):
     """Log-probs are others than on the trainer's own; tokens that came with other experts are computed apart."""
     own, engine, logs = trained("scoring")[0], *trained("engine")
@@ -130,6 +132,7 @@ def test_the_engines_experts_are_taken(trained):
     assert split[0]["tree/expanded_tokens"] == logs[0]["tree/expanded_tokens"]
 
 
+@pytest.mark.exhaustive
 def test_routes_of_episodes(tmp_path):
     """They stay with their rows while TRL shuffles and splits episodes; an episode without a row has none."""
     trainer, logs = train(tmp_path, "engine", rollout_func=as_episodes)

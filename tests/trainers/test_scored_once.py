@@ -69,6 +69,7 @@ def trained(folder, monkeypatch, *, keeps=True, **options):
     return trainer, words
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("execution", ["auto", "replay"])
 def test_a_first_step_is_not_scored_again(execution, tmp_path, monkeypatch):
     """Its losses see the generation's log-probs to the bit, and only states of trunks are computed before the
@@ -112,6 +113,7 @@ def test_passes_that_a_step_needs_itself(options, tmp_path):
     assert trainer._tree.weights_to_keep(trainer.model) is not None
 
 
+@pytest.mark.exhaustive
 def test_ppo_does_not_score_its_first_minibatch_again(tmp_path):
     """Log-probs, entropies and values; what they come to is compared with the loop in test_ppo_equals_the_loop.py."""
     options = {"num_iterations": 1, "steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 3}

@@ -60,7 +60,7 @@ def kl(trainer, step):
     trainer.beta = 0.2 * step
 
 
-@pytest.mark.essential("adapted_entropy_bonus-", "entropy_bonus_of_numpy-")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("change", "options"),
     [
@@ -102,6 +102,7 @@ def test_what_forwards_read_cannot_change_within_a_step(tmp_path):
         trained(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, change, gradient_accumulation_steps=2, **CUT)
 
 
+@pytest.mark.exhaustive
 def test_temperature_that_changes_between_steps(tmp_path):
     """TRL's head keeps the temperature of the start; so do trees."""
 

@@ -42,6 +42,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.essential("windows")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_equals_trl(options, tmp_path):
     """The loss, its gradients, entropy, token accuracy, counts and evaluation; trees cut or not."""
@@ -59,6 +60,7 @@ def test_equals_trl(options, tmp_path):
         assert logged["tree/scoring_skipped"] == (options.get("loss_type") != "dft")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["bailing_hybrid", "kimi_linear", "olmo_hybrid"])
 def test_other_families(family, tmp_path):
     """Three more families, in several microbatches."""
@@ -67,6 +69,7 @@ def test_other_families(family, tmp_path):
     assert_same_training(stock, tree, family=family)
 
 
+@pytest.mark.exhaustive
 def test_resumes(tmp_path):
     """In the second shuffled epoch, bit for bit: parameters, losses and which rows come together."""
     options = {"num_train_epochs": 3, "max_steps": -1, "train_sampling_strategy": "random", "optim": "adamw_torch"}
@@ -92,6 +95,7 @@ class _WithSampler(SFTTrainer):
         return self.sampler
 
 
+@pytest.mark.exhaustive
 def test_rows_that_begin_alike_come_together(tmp_path):
     """Two shuffled epochs equal stock TRL's on the same order, which shares more than a random one; each row once."""
     options = {"num_train_epochs": 2, "max_steps": -1, "train_sampling_strategy": "random", "data_seed": 3}

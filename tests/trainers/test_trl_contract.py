@@ -1,4 +1,4 @@
-"""Every loss and option of TRL: three SGD steps on recorded rollouts equal stock TRL's, parameters and metrics.
+"""Every loss and option of TRL: two SGD steps on recorded rollouts equal stock TRL's, parameters and metrics.
 
 A new TRL release must pass this file. The budget is in support.trainer_runs. The entropy quantiles are chosen so that
 their threshold does not fall on a shared token: its occurrences have one entropy in the tree, and entropies apart by
@@ -28,9 +28,9 @@ OPTIONS = {
         for name in LOSSES
     },
     "sequence-level": {"importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2},
-    "reference-model": {"beta": 0.1, "num_iterations": 2},
+    "reference-model": {"beta": 0.1, "num_iterations": 2, "max_steps": 3},
     "reference-biased-kl": {"beta": 0.1, "use_bias_correction_kl": False},
-    "more-steps-per-generation": {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
+    "more-steps-per-generation": {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 3},
     "fewer-steps-per-generation": {"steps_per_generation": 1, "gradient_accumulation_steps": 2},
     "entropy-bonus": {"entropy_coef": 0.05},
     "top-entropy-quantile": {"top_entropy_quantile": 0.6},

@@ -87,6 +87,7 @@ def make_trainer(server, folder, **options):
     return trainer
 
 
+@pytest.mark.exhaustive
 def test_one_sync_a_step_and_ratios_of_one(server, tmp_path):
     """The server's log-probs are the policy's of that step: importance ratios are 1, though the weights move."""
     trainer = make_trainer(server, tmp_path, learning_rate=0.5)

@@ -148,6 +148,7 @@ def test_an_oracle_by_layers_is_the_copy_in_float64(family):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.exhaustive
 def test_memory_decides_which_oracle(monkeypatch):
     """A copy where it fits, layers where their sums do, and none elsewhere; the verdict by layers is the copy's."""
     model = tiny_model("qwen3_5_text", dtype=torch.bfloat16, seed=3)
@@ -174,7 +175,7 @@ def test_the_model_is_left_as_it_was():
         assert parameter.grad is None and torch.equal(parameter, before[name])
 
 
-@pytest.mark.essential("qwen3_5_text-True")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("with_oracle", [True, False])
 @pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_5_text"])
 def test_gradients_that_are_zero_in_theory(family, with_oracle):
@@ -189,6 +190,7 @@ def test_gradients_that_are_zero_in_theory(family, with_oracle):
     assert ROUNDED in steps and all(math.isfinite(kind.errors[ROUNDED]) for kind in verdict.kinds)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1e-4, math.nan])
 def test_a_small_wrong_gradient_on_short_rollouts(size, monkeypatch):
     """A relative error of 1e-4 in one gradient is far above roundings, on two trajectories of two tokens too."""
@@ -205,6 +207,7 @@ def test_a_small_wrong_gradient_on_short_rollouts(size, monkeypatch):
     }
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_gradient_that_is_zero_in_theory(monkeypatch):
     """A thousandth of a usual gradient where there should be none is no rounding."""
 

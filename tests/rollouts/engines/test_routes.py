@@ -63,6 +63,7 @@ def play(model, engine, *, dense):
     assert turn.routed_experts is None
 
 
+@pytest.mark.exhaustive
 def test_transformers_engine(model):
     """Whatever is read together, kept, or read one by one."""
     for options in ({}, {"max_kept_bytes": 0}, {"single_tokens": 0}):
@@ -89,6 +90,7 @@ def open_engine(server, **options):
     )
 
 
+@pytest.mark.exhaustive
 def test_vllm_engine(model):
     """In vLLM's form, less what earlier requests have said; a server that returns none is refused at the start."""
     with FakeVLLM(model, returns_routes=True) as server:

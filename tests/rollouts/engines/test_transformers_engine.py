@@ -72,6 +72,7 @@ def model():
     return tiny_model("qwen3_next")
 
 
+@pytest.mark.essential("bailing_hybrid-None", "qwen3_5_text-1000")
 @pytest.mark.parametrize("single_tokens", [0, None, 1000])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_are_those_of_each_conversation_alone(family, single_tokens):
@@ -138,6 +139,7 @@ def test_continuations_share_what_they_have_in_common(model):
         assert source.num_read_tokens == 30 + 5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("max_kept_bytes", [0, 20_000, None])
 def test_states_that_were_dropped_are_computed_anew(model, max_kept_bytes):
     """However little is kept, the turns are the same; only more is read."""

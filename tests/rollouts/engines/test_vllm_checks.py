@@ -21,7 +21,7 @@ from harts_hf.rollouts.engines.vllm_server import ServerOptions, VLLMServerEngin
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model("qwen3_next").eval()
+    return tiny_model("qwen3_5_text").eval()
 
 
 @pytest.fixture
@@ -174,6 +174,7 @@ def test_the_address_of_a_host_and_a_port(model, server):
         assert engine.probe_gap is None and engine.client.url == server.url
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("corrupted", ["A_log", "conv1d.weight", "lm_head.weight"])
 def test_corrupted_weights_are_found(model, server, corrupted):
     """One tensor of the server's is not what it was: the run stops, and stays stopped."""
@@ -187,6 +188,7 @@ def test_corrupted_weights_are_found(model, server, corrupted):
         assert engine.probe_gap > 0.1
 
 
+@pytest.mark.exhaustive
 def test_scores_that_are_no_numbers(model, server):
     """NaN is above every limit."""
     trainer = Trainer(model, server)
@@ -197,6 +199,7 @@ def test_scores_that_are_no_numbers(model, server):
         VLLMServerEngine.from_trainer(trainer)
 
 
+@pytest.mark.exhaustive
 def test_another_tokenizer(model, server):
     """Found by a text that both cut; a server that cannot be asked is not."""
     words = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t5"))
@@ -222,6 +225,7 @@ def test_what_one_process_finds_every_process_raises(monkeypatch):
         pass
 
 
+@pytest.mark.exhaustive
 def test_a_probe_that_fails_is_not_taken_for_done(model, server):
     """The next call of the step probes again."""
     trainer = Trainer(model, server)

@@ -68,6 +68,7 @@ def scores(model, history, turn, settings) -> torch.Tensor:
     return fake_vllm.processed(logits, body).log_softmax(-1)
 
 
+@pytest.mark.essential("top_p")
 @pytest.mark.parametrize(
     "settings",
     [{"temperature": 0.7}, {"top_k": 5, "temperature": 1.3}, {"top_p": 0.6}, {"min_p": 0.3}],
@@ -140,6 +141,7 @@ def test_how_a_turn_ends(server):
     assert ended.ended == "end_token" and ended.token_ids == free.token_ids[: free.token_ids.index(end) + 1]
 
 
+@pytest.mark.exhaustive
 def test_many_requests_are_under_way_at_once(server):
     """As many as there may be connections, and no more; results are those of one after another."""
     requests = [TurnRequest(history=HISTORIES[i % 4], max_tokens=3, seed=i) for i in range(12)]

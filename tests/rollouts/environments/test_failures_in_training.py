@@ -73,6 +73,7 @@ def collector(environment=Flaky, **options):
     return TreeRolloutCollector(environment, branching=(2, 2), max_turns=3, max_turn_tokens=3, **options)
 
 
+@pytest.mark.essential("turn-grpo")
 @pytest.mark.parametrize(
     ("credit", "loss_type"),
     [

@@ -72,7 +72,7 @@ def trainer(monkeypatch, tmp_path):
     )
 
     @contextlib.contextmanager
-    def open_engine(given, *, seed):
+    def open_engine(given):
         assert given is trainer
         with ScriptedEngine(trainer.answer, end_ids=(END,), max_positions=1000) as engine:
             trainer.engines.append(engine)
@@ -130,6 +130,7 @@ def rows_of(out):
     return [out["prompt_ids"], out["completion_ids"], out["logprobs"], out["agent_reward"]]
 
 
+@pytest.mark.exhaustive
 def test_seeds_make_a_call_repeatable(trainer, collect):
     """The same seed, step, call and rank: the same rows, whatever runs first; any other: others."""
     first = rows_of(collect(two_turns)(PROMPTS, trainer))
@@ -164,6 +165,7 @@ def test_groups_are_equal_prompts_in_a_row():
         group_prompts(["a", "b"], 2, first=4)
 
 
+@pytest.mark.exhaustive
 def test_a_group_over_several_processes_has_one_task(trainer, collect):
     """Three processes of four prompts, groups of six: task seeds as in one process of twelve; turns differ."""
     trainer.args.num_generations = 6
@@ -188,6 +190,7 @@ def test_a_group_over_several_processes_has_one_task(trainer, collect):
     assert len({seed for _, _, requests in shares for seed in requests}) == 12
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_does_not_change_the_training(trainer, collect):
     """Its calls are counted by themselves."""
     collector = collect(two_turns)
@@ -309,6 +312,7 @@ def test_a_failure_costs_its_episode(trainer, collect, caplog, how):
     assert "/episodes/" not in caplog.text.replace("/episodes/***", "")
 
 
+@pytest.mark.exhaustive
 def test_a_limit_that_ended_an_episode_is_said(trainer, collect):
     """Turns, time, a turn that takes all room; not an agent that raised, nor turns that may be short."""
     for how in ("asks for ever", "hangs", "raises"):
