@@ -20,7 +20,7 @@ def rollout_func(prompts, trainer):
     """Two turns per prompt. The second is asked without the first one's beginning, as agents do that drop thoughts."""
     encode = lambda text: trainer.processing_class(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     rows = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "episode": []}
-    with open_engine(trainer, seed=0) as engine:
+    with open_engine(trainer) as engine:
 
         def sample(histories):
             seeds = torch.randint(2**31, (len(histories),)).tolist()

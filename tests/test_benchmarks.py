@@ -3,6 +3,8 @@
 import argparse
 import ast
 import copy
+import importlib
+import signal
 import subprocess
 import sys
 import time
@@ -11,13 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.launching import run_processes
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "gpu"
+SHAPES = ("--shapes", ROOT / "examples" / "shapes")
 FILES = sorted(FOLDER.rglob("*.py"))
 BARE = {path.stem for path in FILES} | {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-EVERYTHING = """
-import contextlib, importlib, io, sys
+HELP = """
+import contextlib, io, sys
 from benchmarks.gpu.__main__ import COMMANDS, command_line
 for words in [(), *{(command,) for command, _ in COMMANDS}, *COMMANDS]:
     with contextlib.redirect_stdout(io.StringIO()) as shown:
@@ -27,13 +31,17 @@ for words in [(), *{(command,) for command, _ in COMMANDS}, *COMMANDS]:
             assert not end.code
     assert "usage:" in shown.getvalue()
 assert "torch" not in sys.modules
+"""
+# In a fork of a process that has imported harts_hf, and with it Triton, as Transformers does where it is installed.
+MODULES = """
+import importlib, sys
+from benchmarks.gpu.__main__ import COMMANDS
 
 KERNELS = ("triton", "fla", "flash_attn", "cutlass")
 class Missing:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in KERNELS:
             raise ModuleNotFoundError(name)
-from harts_hf import TreeGRPOTrainer  # Transformers imports Triton where it is installed
 for name in [name for name in sys.modules if name.split(".")[0] in KERNELS]:
     del sys.modules[name]
 sys.meta_path.insert(0, Missing())
@@ -45,13 +53,14 @@ for command in COMMANDS.values():
 
 
 @pytest.mark.exhaustive
-def test_imports_without_a_gpu() -> None:
+def test_imports_without_a_gpu(tmp_path: Path) -> None:
     """Every module imports without Triton, FLA and FlashAttention, every command has a module and explains itself."""
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES if path.stem != "__init__"]
-    result = subprocess.run(
-        [sys.executable, "-c", EVERYTHING, *names], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
+    script = tmp_path / "modules.py"
+    script.write_text(MODULES)
+    run_processes(script, *names, count=1)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(FOLDER)))
@@ -71,6 +80,14 @@ def test_imports_are_absolute(path: Path) -> None:
 def test_shell_only_unpacks() -> None:
     """The order of work is in Python."""
     assert [path.name for path in FOLDER.rglob("*.sh")] == ["unpack_site.sh"]
+
+
+def command(*words: object) -> None:
+    """``python -m benchmarks.gpu`` with these words, in this process."""
+    from benchmarks.gpu.__main__ import COMMANDS, command_line
+
+    options = command_line().parse_args(list(map(str, words)))
+    importlib.import_module(f"benchmarks.gpu.{COMMANDS[options.command, options.what].module}").main(options)
 
 
 @pytest.fixture
@@ -189,13 +206,11 @@ def test_floor_of_a_step() -> None:
     assert found["total"] == pytest.approx(found["products"] + found["bytes"] + 0.25)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_step_in_dry_form(gpu: Any, tmp_path: Path) -> None:
     """A step runs on the CPU, shared and not, and the record takes its rows unless their losses differ."""
     out, rows = tmp_path / "step.json", ["0", "0-never"]
-    command = [sys.executable, "-m", "benchmarks.gpu", "step", "ling-3.0-tiny", "--out", out, "--dry-run", "--host"]
-    command += ["--shapes", ROOT / "examples" / "shapes", "--fused", "auto", "--rows", *rows]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    command("step", "ling-3.0-tiny", "--out", out, "--dry-run", "--host", *SHAPES, "--fused", "auto", "--rows", *rows)
     found = gpu.record.read(out)
     assert not found["failures"] and [row["sharing"] for row in found["rows"]] == ["always", "never"]
     row = found["rows"][0]
@@ -241,14 +256,32 @@ def test_gains_need_one_gpu_s_metrics(gpu: Any) -> None:
         gpu.gates.check_ranks({**record, "failures": {"ddp-4": "exit 1"}})
 
 
-@pytest.mark.slow
+def run_forks(jobs: list[Any], *rest: Any) -> dict[str, str]:
+    """``run_jobs``, but a job of one process runs in this one, and torchrun's processes are forks: no imports.
+
+    A real torchrun of a job: ``test_a_killed_process_ends_all`` of test_ranks_benchmark.py.
+    """
+    for job in jobs:
+        if job.module == "benchmarks.gpu":
+            command(*job.arguments)
+            continue
+        standalone, option, count, module, name, *words = job.arguments
+        launched = (job.module, standalone, option, module, name)
+        assert launched == ("torch.distributed.run", "--standalone", "--nproc_per_node", "-m", "benchmarks.gpu")
+        run_processes(FOLDER / "__main__.py", *words, count=count)
+    return {}
+
+
+@pytest.mark.exhaustive
 @pytest.mark.distributed
-def test_ranks_in_dry_form(gpu: Any, tmp_path: Path) -> None:
+def test_ranks_in_dry_form(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process and two run the same rows, and the record says what two gain."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "run", "ranks", "--dry-run", "--out", tmp_path / "out"]
-    command += ["--work", tmp_path / "work", "--shapes", ROOT / "examples" / "shapes", "--runs", "one-1", "ddp-1"]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-3000:]
+    from benchmarks.gpu import runs
+
+    monkeypatch.setattr(runs, "run_jobs", run_forks)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process's stays
+    folders = ("--out", tmp_path / "out", "--work", tmp_path / "work", *SHAPES)
+    command("run", "ranks", "--dry-run", *folders, "--runs", "one-1", "ddp-1")
     record = gpu.recorder.collect_ranks(gpu.record.read(tmp_path / "out" / "ranks.json"))
     gpu.gates.check_ranks(record)
     assert [row["processes"] for row in record["rows"]] == [1, 2]

@@ -38,10 +38,11 @@ def part_of(module: str) -> str | None:
     return pieces[1] if pieces[0] == "harts_hf" and len(pieces) > 1 else None
 
 
-def imported_modules(path: Path) -> set[str]:
-    """Absolute names that a file imports anywhere in it, type-checking blocks included."""
+def imported_modules(path: Path, *, at_once: bool = False) -> set[str]:
+    """Absolute names that a file imports anywhere in it, type-checking blocks included; or when it is imported."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -82,6 +83,15 @@ def test_needs_no_torch(code: str) -> None:
     """Planning and the command line's help start without torch (a fresh process)."""
     check = "\nimport sys\nassert not {'torch', 'transformers', 'trl'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code + check], check=True, capture_output=True)
+
+
+def test_a_start_imports_no_drawing() -> None:
+    """Matplotlib takes a tenth of a start: what imports it is imported when a picture is drawn, and by its like."""
+    at_once = {path: imported_modules(path, at_once=True) for path in FILES}
+    drawing = {path for path, names in at_once.items() if any(name.startswith("matplotlib") for name in names)}
+    assert len(drawing) > 2
+    names = {".".join(("harts_hf", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in drawing}
+    assert not [str(path) for path, imported in at_once.items() if imported & names and path not in drawing]
 
 
 @pytest.mark.parametrize("package", [harts_hf, harts_hf.rollouts], ids=lambda package: package.__name__)

@@ -7,8 +7,8 @@ import pytest
 from shared_data import shape_file
 
 from benchmarks.update import __main__ as update
-from benchmarks.update import workloads
-from harts_hf.bench.sides import PACKED, SORTED, STOCK, TREE
+from benchmarks.update import merging, tables, workloads
+from harts_hf.bench.sides import COLLAPSED, PACKED, SORTED, STOCK, TREE
 
 SHAPES = shape_file("tot_game24").parent
 
@@ -18,7 +18,11 @@ def row(step, seconds, *, passed=True, **more):
     return {
         "model": "m", "workload": "miniswe_b_drop", "variant": "plain", "step": step, "groups": [f"g{step}"],
         "trajectories": 3, "tokens": 100 * (step + 1), "unique_tokens": 10, "seconds": seconds, "planner_share": 0.01,
-        "peak_memory": 5, "parity": {"passed": passed, "failures": ["f"], "reference": "stock 1"}, "sides": {}, **more,
+        "peak_memory": 5, "sides": {}, **more,
+        "parity": {
+            "differences": {"packed 4": {"gradients": 0.03, "entropy": 0.0}}, "reference": "packed 8", "flips": {},
+            "from_packed": {"packed 4": 0.03, "tree 8": 0.1 if passed else 0.2}, "passed": passed, "failures": [],
+        },
     }  # fmt: skip
 
 
@@ -29,33 +33,59 @@ def part(commit, *rows):
 
 def test_sides_of_a_step():
     """Long sides run where the workload says."""
-    assert workloads.kinds_of(workloads.Task("miniswe_b_drop", 0))[:3] == (STOCK, SORTED, PACKED)
-    assert STOCK not in workloads.kinds_of(workloads.Task("miniswe_b_drop", 1))
+    assert workloads.kinds_of(workloads.Task("miniswe_b_drop", 0)) == (STOCK, SORTED, PACKED, TREE)
+    assert workloads.kinds_of(workloads.Task("miniswe_b_drop", 1)) == (PACKED, TREE)
     assert workloads.kinds_of(workloads.Task("miniswe_b_drop", 7)) == (TREE,)
-    assert PACKED in workloads.kinds_of(workloads.Task("vmcts_dafny_bst", 0))
+    assert workloads.kinds_of(workloads.Task("tot_game24", 0)) == (PACKED, COLLAPSED, TREE)
 
 
 def test_tasks_by_name():
     """A workload, a step, or steps from one to another; others are named."""
-    found = workloads.tasks_of(["anyswe_a", "vmcts_dafny_bst:0"], SHAPES, dry=False)
-    assert found == [workloads.Task("anyswe_a", 0), workloads.Task("vmcts_dafny_bst", 0)]
+    found = workloads.tasks_of(["anyswe_a", "vmcts_dafny_bst:0@adamw"], SHAPES, dry=False)
+    assert found == [*(workloads.Task("anyswe_a", n) for n in (0, 1)), ("vmcts_dafny_bst", 0, "adamw")]
+    with pytest.raises(SystemExit, match=r"expected a variant of plain, .*, got 'sgd'"):
+        workloads.tasks_of(["anyswe_a@sgd"], SHAPES, dry=False)
     assert [task.step for task in workloads.tasks_of(["miniswe_b_drop:2-4"], SHAPES, dry=False)] == [2, 3, 4]
     with pytest.raises(SystemExit, match=r"expected a workload of miniswe_b_drop, .*, got 'swe'"):
         workloads.tasks_of(["swe"], SHAPES, dry=False)
-    with pytest.raises(SystemExit, match="steps of anyswe_a from 0 to 0, got 1-2"):
+    with pytest.raises(SystemExit, match="steps of anyswe_a from 0 to 1, got 1-2"):
         workloads.tasks_of(["anyswe_a:1-2"], SHAPES, dry=False)
 
 
 def test_a_record_of_several_calls():
     """Each step as measured last with its commit, totals in front; a failed parity check refuses all."""
-    old = update.merge([part("a", row(0, 9.0, stock_seconds=50.0, stock_peak_memory=7), row(1, 1.0))], {})
-    new = update.merge([part("b", row(0, 2.0, stock_seconds=20.0, stock_peak_memory=7))], old)
+    old = merging.merge([part("a", row(0, 9.0, stock_seconds=50.0, stock_peak_memory=7), row(1, 1.0))], {})
+    new = merging.merge([part("b", row(0, 2.0, stock_seconds=20.0, stock_peak_memory=7))], old)
     total, first, second = new["rows"]
     assert (first["seconds"], first["commit"], second["commit"]) == (2.0, "b", "a")
     assert total["seconds"] == 3.0 and total["commits"] == ["a", "b"] and total["groups"] == ["g0", "g1"]
     assert total["speedup_stock"] == pytest.approx(20.0 * 3 / 3.0) and total["scaled"] == {"stock": ["g0"]}
-    with pytest.raises(SystemExit, match="refused: miniswe_b_drop 0"):
-        update.merge([part("c", row(0, 1.0, passed=False))], old)
+    lacking = row(2, 1.0)
+    lacking["parity"] |= {"differences": {"packed 8": {"gradients": 0.3, "entropy": 0.0}}, "reference": "stock 1"}
+    lacking["parity"] |= {"from_packed": {"tree 8": 0.1}}
+    measure = row(3, 1.0)
+    measure["parity"]["differences"] = {"stock 1, rounded again": {"gradients": 0.11, "entropy": 0.0}}
+    found = merging.merge([part("b", lacking, measure)], old)["rows"][3]
+    assert found["step"] == 2 and found["parity"]["lent"] == {"gradients": 0.11, "sharing": 0.03}
+    measure["parity"]["differences"]["stock 1, rounded again"]["gradients"] = 0.09
+    with pytest.raises(SystemExit, match=r"refused: miniswe_b_drop 2: .*gradients of packed 8 differ from stock 1's"):
+        merging.merge([part("b", lacking, measure)], old)
+    with pytest.raises(SystemExit, match=r"refused: miniswe_b_drop 0: .*sharing moves the gradient of tree 8"):
+        merging.merge([part("c", row(0, 1.0, passed=False))], old)
+
+
+def test_an_ideal_with_what_a_later_sweep_says_of_microbatches():
+    """Time that rows were thought to take is a constant of microbatches, of which the tree has fewer."""
+    side = {"setting": "packed 8", "microbatches": {"packed 8": 3}}
+    found = row(
+        0, 0.5, baseline_seconds=4.0, microbatch_seconds={"packed": 0.0}, work_ratios={"rows": 10.0},
+        ideal_seconds={"rows": 0.3, "optimizer": 0.1, "microbatches": 0.0}, ideal=10.0, efficiency=0.8,
+        sides={"packed": side, "tree": {"setting": "tree 8", "microbatches": {"tree 8": 1}}},
+    )  # fmt: skip
+    restated = merging.restated(found, {"packed": 0.1})
+    assert restated["ideal_seconds"] == pytest.approx({"rows": 0.27, "optimizer": 0.1, "microbatches": 0.1})
+    assert restated["efficiency"] == pytest.approx(0.94) and restated["ideal"] == pytest.approx(4.0 / 0.47)
+    assert merging.restated({**found, "microbatch_seconds": {"packed": 0.2}}, {"packed": 0.1})["ideal"] == 10.0
 
 
 @pytest.mark.slow
@@ -64,13 +94,28 @@ def test_a_call_goes_on_where_another_ended(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HARTS_COMMIT", "now")
     out = tmp_path / "out.json"
     command = ["run", "anyswe_a:0", "--dry-run", "--shapes", str(SHAPES), "--out", str(out), "--steps", "1"]
-    update.main([*command, "--sides", "tree", "--budgets", "512"])  # which is compared with itself
+    update.main([*command, "--sides", "tree", "--budgets", "512"])  # timed alone, compared all the same
     (found,) = json.loads(out.read_text())["rows"]
-    assert found["parity"]["passed"] and found["parity"]["reference"] == "tree 64" and "speedup" not in found
-    assert list(found["parity"]["differences"]) == ["tree 512"] and found["workload"] == "anyswe_a"
+    assert found["parity"]["passed"] and found["parity"]["reference"].startswith("packed ")
+    assert found["seconds"] > 0 and "speedup" not in found and found["workload"] == "anyswe_a"
     monkeypatch.setattr(update, "measure_step", lambda *_, **__: pytest.fail("it was run again"))
     update.main(command)
     monkeypatch.setattr(update, "time", SimpleNamespace(monotonic=iter(range(0, 10**6, 1000)).__next__))
     update.main([*command[:1], "anyswe_a:1", *command[2:]])
-    assert "no time left for Task(workload='anyswe_a', step=1)" in capsys.readouterr().out
+    assert "no time left for Task(workload='anyswe_a', step=1, variant='plain')" in capsys.readouterr().out
     assert len(json.loads(out.read_text())["rows"]) == 1
+
+
+def test_figures_of_the_record_in_the_documents():
+    """Tables of docs/performance.md are the record's, and the README's headline too; every step passed."""
+    found = json.loads(update.RESULTS.read_text())
+    root = update.RESULTS.parents[2]
+    page, readme = ((root / name).read_text() for name in ("docs/performance.md", "README.md"))
+    lines = (*tables.TOTALS, *tables.totals(found), *tables.STEPS, *tables.steps(found, update.STEPS_SHOWN))
+    assert [line for line in lines if line not in page] == []
+    total = next(row for row in found["rows"] if row["workload"] == "miniswe_b_drop" and "step" not in row)
+    first = next(row for row in found["rows"] if row["workload"] == "miniswe_b_drop" and row.get("step") == 0)
+    assert f"**{total['speedup']:.1f}x** the best" in readme and f"**{total['speedup_stock']:.0f}x** stock" in readme
+    assert f"{first['speedup']:.1f}x and {first['speedup_stock']:.1f}x" in " ".join(readme.split())
+    assert all(row["parity"]["passed"] for row in found["rows"] if "step" in row)
+    assert not any(one["parity"]["passed"] for one in found["planted"].values())

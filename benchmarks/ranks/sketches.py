@@ -1,8 +1,6 @@
-"""Gradients and parameters of any backend as small sketches that are compared between runs.
+"""Gradients and parameters of any backend as sketches (:mod:`harts_hf.bench.sketching`), compared between runs.
 
-Entries are added up, each with a random sign, in a few buckets: the squared difference of two such sketches is an
-unbiased estimate of that of the tensors (Charikar, Chen and Farach-Colton, 2002), as in :mod:`harts_hf.bench.parity`.
-Here one is kept for each kind of parameter (a name without the layer's number), so that a wrong gradient of small
+One is kept for each kind of parameter (a name without the layer's number), so that a wrong gradient of small
 parameters does not drown among large ones, and shards are put together first, one parameter at a time.
 """
 
@@ -14,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from harts_hf.bench.sketching import sketch_of
+
 BUCKETS = 64
-_PIECE = 2**24  # entries whose signs are drawn at a time
 # Kinds whose part of the whole is smaller are compared with that part of it: their own size is roundings.
 SMALLEST = 1e-3
 
@@ -55,15 +54,9 @@ def sketch(parameters: Sequence[tuple[str, nn.Parameter]], read: Read) -> Sketch
         whole = read(parameter)
         if whole is None:
             continue
-        total = torch.zeros(BUCKETS, dtype=torch.float64, device=whole.device)
-        generator = torch.Generator(whole.device).manual_seed(number)
-        for piece in whole.detach().flatten().split(_PIECE):
-            signs = torch.randint(0, 2, piece.shape, generator=generator, device=piece.device, dtype=torch.int8)
-            signed = torch.where(signs.bool(), piece, -piece).float()
-            padded = nn.functional.pad(signed, (0, -len(signed) % BUCKETS))
-            total += padded.view(-1, BUCKETS).sum(0, dtype=torch.float64)
+        total = sketch_of(whole, buckets=BUCKETS, seed=number)
         kind = re.sub(r"\.\d+\.", ".", name)
-        found[kind] = found.get(kind, 0) + total.cpu()
+        found[kind] = found.get(kind, 0) + total
     return {kind: total.tolist() for kind, total in found.items()}
 
 

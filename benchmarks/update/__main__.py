@@ -5,9 +5,13 @@
     python -m benchmarks.update run --dry-run --shapes SHAPES --out dry.json tot_game24:0            # tiny, on a CPU
     python -m benchmarks.update record update.json more.json    # into benchmarks/results/update_h200.json and a plot
 
-A task is a workload and which of its steps; what the result file has already is not run again, and nothing is begun
-that may not end within ``--seconds``. So a call takes what it can, and the next one goes on. Sides that take long run
-on some steps of a workload only (`workloads.py`) and are scaled by tokens in its total, which says so.
+A task is a workload, which of its steps, and a variant; what the result file has already is not run again, and nothing
+is begun after ``--seconds``. So a call takes what it can, and the next one goes on. Sides that take long run on some
+steps of a workload only (`workloads.py`) and are scaled by tokens in its total, which says so. Sizes of baselines are
+those that were fastest on the first step of this file or of ``--known``; the tree's microbatch is the smallest of the
+budgets that holds the step, or the largest. Before the first step all sides make one on a few trajectories, which
+compiles. Steps are timed whatever the parity check says; ``record`` judges and refuses. ``--plant`` runs the first
+task's comparison again with a bug of tests/support/planted.py in the tree, so that one sees how far off a bug is.
 """
 
 import argparse
@@ -15,25 +19,34 @@ import gc
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from pytest import MonkeyPatch
+from torch import nn
 
 from benchmarks.gpu import record
+from benchmarks.update import tables
+from benchmarks.update.merging import merge
 from benchmarks.update.models import MODELS, build, skew_routers
 from benchmarks.update.workloads import VARIANTS, kinds_of, steps_in, tasks_of
 from harts_hf.bench.about import about_machine
+from harts_hf.bench.comparing import Comparison
 from harts_hf.bench.measure import measure_step
 from harts_hf.bench.plot import plot_rows
-from harts_hf.bench.report import row_of, table_of, total_of
-from harts_hf.bench.results import BenchOptions
+from harts_hf.bench.report import row_of, table_of
+from harts_hf.bench.results import BASELINES, BenchOptions
 from harts_hf.bench.rollouts import StepRollouts
-from harts_hf.bench.sides import TREE, common_arguments
+from harts_hf.bench.sides import COLLAPSED, PACKED, STOCK, STOCK_KINDS, TREE, Setting, build_side, common_arguments
 from harts_hf.bench.subject import add_lora, word_tokenizer
 from harts_hf.modeling import vocab_size_of
+from harts_hf.trainers import TreeGRPOConfig
 
+WARM_TOKENS = 16384
+STEPS_SHOWN = "miniswe_b_drop"
 RESULTS = Path(__file__).parents[1] / "results" / "update_h200.json"
 
 
@@ -41,87 +54,116 @@ def run(options: argparse.Namespace) -> None:
     """Task after task; what each finds is written at once."""
     warnings.simplefilter("ignore", FutureWarning)  # of TRL, for every side
     dry, until = options.dry_run, time.monotonic() + options.seconds
-    variant = VARIANTS[options.variant]
     device = torch.device("cpu" if dry else "cuda")
     model = build(options.model, dry=dry)
-    if variant.get("skew"):
-        skew_routers(model, variant["skew"])
-    if variant.get("lora"):
-        model = add_lora(model, variant["lora"])
     print(f"built {options.model}, {options.seconds - (until - time.monotonic()):.0f} s", flush=True)
     about = about_machine(device)
     result = record.read(options.out) if options.out.exists() else {}
     if result.get("commit") != about["commit"]:
-        result = {**about, "failures": {}, "rows": []}
-    args = common_arguments(
-        bf16=not dry, use_cpu=dry, optim=variant.get("optim", "sgd"), dataloader_pin_memory=False,
-        activation_checkpointing=variant.get("checkpointing", True),
-        activation_checkpointing_kwargs={"use_reentrant": False}, router_aux_loss_coef=0.0,
-    )  # fmt: skip
-    fixed: dict[str, dict[str, int]] = {}
-    took = 0.0
-    for task in tasks_of(options.tasks, options.shapes, dry=dry):
-        key = {"model": options.model, "workload": task.workload, "step": task.step, "variant": options.variant}
+        result = {**about, "failures": {}, "rows": [], "planted": {}}
+    known = record.read(options.known)["rows"] if options.known else []
+    is_warm, last = False, "plain"
+    tasks = tasks_of(options.tasks, options.shapes, dry=dry)
+    for task in tasks:
+        key = {"model": options.model, "workload": task.workload, "step": task.step, "variant": task.variant}
         if any(key.items() <= row.items() for row in result["rows"]):
             continue
-        if time.monotonic() + 1.5 * took > until:
+        if time.monotonic() > until:
             print(f"no time left for {task}", flush=True)
             break
         begun = time.monotonic()
+        variant = VARIANTS[task.variant]
+        if task.variant != last:
+            model = changed(model, variant)
+        last = task.variant
+        args = common_arguments(
+            bf16=not dry, use_cpu=dry, optim=variant.get("optim", "sgd"), dataloader_pin_memory=False,
+            activation_checkpointing=variant.get("checkpointing", True),
+            activation_checkpointing_kwargs={"use_reentrant": False}, router_aux_loss_coef=0.0,
+        )  # fmt: skip
         groups = steps_in(options.shapes, task.workload, dry=dry)[task.step]
         rollouts = StepRollouts.of(groups, vocab_size=vocab_size_of(model), labels=variant.get("labels", "recorded"))
         kinds = tuple(options.sides or kinds_of(task))
+        rows = [row for row in (*result["rows"], *known) if row["model"] == options.model]
         bench = BenchOptions(
             budgets=tuple(options.budgets), batch_sizes=tuple(options.batch_sizes), kinds=kinds,
-            steps=options.steps, seconds_per_side=options.max_seconds, fixed=fixed.get(task.workload, {}),
-            old_log_probs=variant.get("old_log_probs", False), baseline_elsewhere=kinds == (TREE,),
+            steps=options.steps,
+            steps_of={**dict.fromkeys(BASELINES, options.baseline_steps), **dict.fromkeys(STOCK_KINDS, 1)},
+            seconds_per_side=options.max_seconds, old_log_probs=variant.get("old_log_probs", False),
+            baseline_elsewhere=kinds == (TREE,), parity_tokens=options.parity_tokens,
+            times_anyway=True, **known_of(rows, rollouts.tree.num_tokens, options.budgets),
         )  # fmt: skip
         try:
-            measured = measure_step(
-                model, rollouts, args, word_tokenizer(), bench, progress=lambda text: print(text, flush=True)
-            )
+            if not is_warm:
+                every = {kind for one in tasks for kind in options.sides or kinds_of(one)}
+                warm_up(model, rollouts.part(WARM_TOKENS), args, every, min(options.budgets))
+                is_warm = True
+            measured = measure_step(model, rollouts, args, word_tokenizer(), bench, progress=said_since(begun))
             row = row_of(measured, **key)
-            fixed[task.workload] = {kind: side.setting.size for kind, side in measured.sides.items()}
             result["rows"].append(row)
             print(table_of(row), flush=True)
+            for name in options.plant if len(result["rows"]) == 1 else ():
+                with planted_bug(name):
+                    part = rollouts.part(bench.parity_tokens)
+                    comparison = Comparison(model, part, args, word_tokenizer(), progress=said_since(begun))
+                    wrong = comparison.verdict([], max(bench.budgets), torch.bfloat16)
+                result["planted"][name] = {**key, "parity": wrong.to_dict()}
         except Exception:
-            result["failures"][f"{options.model} {options.variant} {task.workload} {task.step}"] = record.failure()
+            result["failures"][" ".join(map(str, key.values()))] = record.failure()
         record.write(options.out, result)
         model.zero_grad(set_to_none=True)
         gc.collect()
         if not dry:
             torch.cuda.empty_cache()
-        took = time.monotonic() - begun
 
 
-def merge(parts: Sequence[dict[str, Any]], old: dict[str, Any]) -> dict[str, Any]:
-    """Steps of several calls, each as measured last, and a total of each workload and variant behind them.
+def changed(model: nn.Module, variant: dict[str, Any]) -> nn.Module:
+    """What a variant does to the model; for good, so such variants come last."""
+    if variant.get("skew"):
+        skew_routers(model, variant["skew"])
+    return add_lora(model, variant["lora"]) if variant.get("lora") else model
 
-    Raises:
-        SystemExit: a step whose parity check failed.
-    """
-    names = ("model", "workload", "step", "variant")
-    steps = {tuple(row[name] for name in names): row for row in old.get("rows", ()) if "step" in row}
-    for part in parts:
-        for row in part["rows"]:
-            if not row["parity"]["passed"]:
-                raise SystemExit(f"refused: {row['workload']} {row['step']}: {row['parity']['failures']}")
-            steps[tuple(row[name] for name in names)] = {**row, "commit": part["commit"]}
-    by_workload: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for (model, workload, _, variant), row in sorted(steps.items(), key=lambda item: str(item[0])):
-        by_workload.setdefault((model, workload, variant), []).append(row)
-    totals = [
-        {**total_of(rows), "variant": variant, "commits": sorted({row["commit"] for row in rows})}
-        for (_, _, variant), rows in by_workload.items()
-    ]
-    last = parts[-1]
-    return {
-        "device": last["device"],
-        "versions": last["versions"],
-        "commit": last["commit"],
-        "failures": {key: value for part in parts for key, value in part["failures"].items()},
-        "rows": [*totals, *(row for rows in by_workload.values() for row in rows)],
-    }
+
+@contextmanager
+def planted_bug(name: str) -> Iterator[None]:
+    """Inside, the tree has a bug."""
+    from support import planted  # of tests/
+
+    with MonkeyPatch.context() as patch:
+        getattr(planted, name)(patch)
+        yield
+
+
+def warm_up(model: nn.Module, rollouts: StepRollouts, args: TreeGRPOConfig, kinds: set[str], size: int) -> None:
+    """A step of every side on a few trajectories, for what is compiled."""
+    begun = time.monotonic()
+    # Sorting and collapsing compile nothing of their own.
+    for kind in (kind for kind in (STOCK, PACKED, TREE) if kind in kinds):
+        side = build_side(
+            Setting(kind=kind, size=1 if kind in STOCK_KINDS else size), model, rollouts, args, word_tokenizer()
+        )
+        side.step()
+        print(f"{kind} is warm, {time.monotonic() - begun:.0f} s", flush=True)
+
+
+def known_of(rows: Sequence[dict[str, Any]], unique_tokens: int, budgets: Sequence[int]) -> dict[str, Any]:
+    """What earlier steps of a model say of a later one: sizes, and seconds of a microbatch whatever is in it."""
+    if not rows:
+        return {}
+    sizes: dict[str, int] = {}
+    for row in rows:  # the first that has a side has tried all its sizes
+        for kind, side in row["sides"].items():
+            sizes.setdefault(kind, int(side["setting"].rsplit(" ", 1)[1]))
+    if PACKED in sizes:
+        sizes.setdefault(COLLAPSED, sizes[PACKED])
+    sizes[TREE] = next((budget for budget in sorted(budgets) if budget >= unique_tokens), max(budgets))
+    constants = next((row["microbatch_seconds"] for row in rows if row.get("microbatch_seconds")), {})
+    return {"fixed": sizes, "microbatch_seconds": constants}
+
+
+def said_since(begun: float) -> Callable[[str], None]:
+    """Says what is done, and since when."""
+    return lambda text: print(f"{time.monotonic() - begun:.0f} s: {text}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -130,15 +172,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     runs = commands.add_parser("run", help="runs tasks")
-    runs.add_argument("tasks", nargs="+", metavar="WORKLOAD[:FIRST[-LAST]]")
+    runs.add_argument("tasks", nargs="+", metavar="WORKLOAD[:FIRST[-LAST]][@VARIANT]")
     runs.add_argument("--model", choices=MODELS, default="ling-3.0-tiny")
-    runs.add_argument("--variant", choices=VARIANTS, default="plain")
     runs.add_argument("--sides", nargs="+", help="in place of those that the workload says")
-    runs.add_argument("--budgets", type=int, nargs="+", default=[16384, 32768, 65536], help="tokens of a microbatch")
-    runs.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4], help="of stock trainers")
+    runs.add_argument("--budgets", type=int, nargs="+", default=[16384, 32768, 65536, 98304], help="of a microbatch")
+    runs.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2], help="of stock trainers")
     runs.add_argument("--shapes", type=Path, required=True)
     runs.add_argument("--out", type=Path, required=True)
     runs.add_argument("--steps", type=int, default=5)
+    runs.add_argument("--known", type=Path, help="a result file whose sizes of baselines are taken")
+    runs.add_argument("--plant", nargs="+", default=[], help="bugs of tests/support/planted.py (tests on PYTHONPATH)")
+    runs.add_argument("--baseline-steps", type=int, default=5, help="(a stock trainer has one)")
+    runs.add_argument("--parity-tokens", type=int, default=32768, help="mixtures of experts are compared on")
     runs.add_argument("--seconds", type=float, default=540.0, help="of the call")
     runs.add_argument("--max-seconds", type=float, default=60.0, help="of a side's timed steps")
     runs.add_argument("--dry-run", action="store_true")
@@ -153,6 +198,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     merged = merge([record.read(part) for part in options.parts], old)
     record.write(options.record, merged)
     steps = [row for row in merged["rows"] if "step" in row]
+    steps.sort(key=lambda row: (len(row["sides"]), row["tokens"]))  # the last is drawn by phase
+    print("\n".join((*tables.TOTALS, *tables.totals(merged), "", *tables.STEPS, *tables.steps(merged, STEPS_SHOWN))))
     plot_rows(steps, options.record.with_suffix(".png"), merged["device"])
 
 

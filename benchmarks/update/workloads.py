@@ -16,21 +16,25 @@ DRY_LENGTH, DRY_ROWS = 12, 4
 
 
 class Workload(NamedTuple):
-    """A shape file: groups to a step, and the steps on which sides without sharing, and stock trainers, run."""
+    """A shape file: groups to a step, and the steps on which sides without sharing, and stock trainers, run.
+
+    ``collapsed``: whether enough is nested that collapsing it makes a faster baseline.
+    """
 
     groups_per_step: int = 1
     unshared: tuple[int, ...] | None = None
-    stock: tuple[int, ...] = (0,)
+    stock: tuple[int, ...] = ()
+    collapsed: bool = False
 
 
 WORKLOADS = {
-    "miniswe_b_drop": Workload(1, unshared=(0, 1, 2, 3), stock=(0,)),
-    "tau_airline_b": Workload(5, unshared=(0,)),
-    "nemo_qwen3think_b_drop": Workload(5),
-    "tot_game24": Workload(25, unshared=(0, 1)),
-    "vmcts_dafny_bst": Workload(10),
-    "anyswe_a": Workload(4),
-    "tau_airline_a": Workload(25),
+    "miniswe_b_drop": Workload(1, unshared=(0, 1, 4, 5, 14), stock=(0, 14)),
+    "tau_airline_b": Workload(1, unshared=(0, 1), collapsed=True),
+    "nemo_qwen3think_b_drop": Workload(1),
+    "tot_game24": Workload(3, unshared=(0, 1), collapsed=True),
+    "vmcts_dafny_bst": Workload(1, unshared=(0, 1)),
+    "anyswe_a": Workload(2),
+    "tau_airline_a": Workload(3, unshared=(0, 1)),
 }
 # Beside the plain step: SGD, full parameters, recorded labels, no old log-probs.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -86,17 +90,21 @@ def steps_in(shapes: Path, name: str, *, dry: bool) -> list[list[RolloutGroup]]:
 
 
 class Task(NamedTuple):
-    """One step of a workload."""
+    """One step of a workload, in a variant."""
 
     workload: str
     step: int
+    variant: str = "plain"
 
 
 def tasks_of(words: Sequence[str], shapes: Path, *, dry: bool) -> list[Task]:
-    """``NAME``, ``NAME:3`` or ``NAME:0-3``, of any number of workloads."""
+    """``NAME``, ``NAME:3`` or ``NAME:0-3``, of any number of workloads, each with ``@VARIANT`` behind if not plain."""
     found = []
     for word in words:
-        name, _, steps = word.partition(":")
+        steps, _, variant = word.partition("@")
+        name, _, steps = steps.partition(":")
+        if variant and variant not in VARIANTS:
+            raise SystemExit(f"expected a variant of {', '.join(VARIANTS)}, got {variant!r}")
         if name not in WORKLOADS:
             raise SystemExit(f"expected a workload of {', '.join(WORKLOADS)}, got {name!r}")
         count = len(steps_in(shapes, name, dry=dry))
@@ -104,7 +112,7 @@ def tasks_of(words: Sequence[str], shapes: Path, *, dry: bool) -> list[Task]:
         chosen = range(int(first), int(last or first) + 1) if steps else range(count)
         if chosen and not 0 <= chosen[0] <= chosen[-1] < count:
             raise SystemExit(f"expected steps of {name} from 0 to {count - 1}, got {steps}")
-        found += [Task(name, step) for step in chosen]
+        found += [Task(name, step, variant or "plain") for step in chosen]
     return found
 
 
@@ -113,4 +121,5 @@ def kinds_of(task: Task) -> tuple[str, ...]:
     workload = WORKLOADS[task.workload]
     unshared = workload.unshared is None or task.step in workload.unshared
     stock = task.step in workload.stock
-    return (*((STOCK, SORTED) if stock else ()), *((PACKED, COLLAPSED) if unshared else ()), TREE)
+    packed = (PACKED, *((COLLAPSED,) if workload.collapsed else ())) if unshared else ()
+    return (*((STOCK, SORTED) if stock else ()), *packed, TREE)

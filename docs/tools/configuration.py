@@ -20,7 +20,7 @@ option of `harts train` (`--field value`), and an argument of the configuration'
 takes every field of the TRL configuration that it extends: `harts train RECIPE --help` prints them all.
 """
 SECTIONS = (
-    ("All tree trainers", "harts_hf.trainers.config", "TreeOptions", "`TreeGRPOConfig`, `TreeGMPOConfig`, "
+    ("All tree trainers", "harts_hf.trainers.tree_options", "TreeOptions", "`TreeGRPOConfig`, `TreeGMPOConfig`, "
      "`TreeRLOOConfig`, `TreePPOConfig` and `TreeSFTConfig` have these."),
     ("Rollouts", "harts_hf.trainers.config", "RolloutOptions", "`TreeGRPOConfig`, `TreeGMPOConfig` and "
      "`TreePPOConfig` have these."),

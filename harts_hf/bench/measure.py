@@ -10,8 +10,9 @@ from torch import nn
 from harts_hf.bench import sides
 from harts_hf.bench.clipping import Clipping, measure_clipping
 from harts_hf.bench.collapsing import collapse
+from harts_hf.bench.comparing import Comparison
 from harts_hf.bench.ideal import Ideal, Work, ideal_step, microbatch_constant
-from harts_hf.bench.parity import StepResult, compare, sketch_gradients
+from harts_hf.bench.parity import Parity
 from harts_hf.bench.results import BASELINES, BenchOptions, StepMeasured, Timed
 from harts_hf.bench.rollouts import StepRollouts
 from harts_hf.bench.sides import COLLAPSED, PACKED, TREE, Setting, Side, build_side
@@ -60,8 +61,8 @@ class _Bench:
         self.optimizer: Any = None
         self.chosen: dict[str, Side] = {}
         self.timed: dict[str, Timed] = {}
-        self.results: dict[str, StepResult] = {}
         self.failures: dict[str, str] = {}
+        self.microbatch_seconds: dict[str, float] = {}
         self.decision = ""
 
     def run(self) -> StepMeasured:
@@ -73,51 +74,33 @@ class _Bench:
         for kinds in needed:
             if not any(kind in self.chosen for kind in kinds):
                 raise ValueError(f"expected a setting of {', '.join(kinds)} that runs, got {self.failures}")
-        judged = self._judged()
-        dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
-        parity = compare(self.results, judged, dtype)
-        if parity.passed:
+        parity = self._parity()
+        goes_on = parity.passed or self.options.times_anyway
+        if goes_on:
             for number in range(self.options.steps):
                 for kind, side in self.chosen.items():
-                    if sum(self.timed[kind].seconds) < self.options.seconds_per_side or not self.timed[kind].seconds:
+                    done = self.timed[kind].seconds
+                    wanted = min(self.options.steps_of.get(kind, self.options.steps), self.options.steps)
+                    if not done or (len(done) < wanted and sum(done) < self.options.seconds_per_side):
                         self.progress(f"step {number + 1} of {self.options.steps}: {side.setting.label}")
                         self._time(side, self.timed[kind])
         clippings = self._clippings()
-        ideals = self._ideals() if parity.passed and self.options.stages else {}
+        ideals = self._ideals() if goes_on and self.options.stages else {}
         return StepMeasured(
             rollouts=self.rollouts, sides=self.timed, failures=self.failures, parity=parity, ideals=ideals,
-            clippings=clippings, decision=self.decision,
+            microbatch_seconds=self.microbatch_seconds, clippings=clippings, decision=self.decision,
         )  # fmt: skip
 
-    def _judged(self) -> list[str]:
-        """The results that have to agree with the first baseline.
-
-        What baselines differ by among themselves is the measure, so a single one is run in smaller microbatches, too.
-        A tree that is alone is compared with itself in smaller ones.
-        """
-        judged = [name for name in self.results if name.startswith(TREE)]
-        baselines = [name for name in self.results if name not in judged]
-        stock = [kind for kind in sides.STOCK_KINDS if kind in self.chosen]
-        if not baselines and stock:  # in larger batches only
-            single = Setting(kind=stock[0], size=1)
-            self.progress(f"comparing with {single.label}")
-            self._try(single, self.timed[stock[0]], again=False)
-            baselines = [single.label]
-        kind = PACKED if PACKED in self.chosen else TREE
-        if len(baselines) < 2 and kind in self.chosen and (kind == PACKED or not baselines):
-            rows = self.rollouts.tree.num_tokens if kind == TREE else self.rollouts.num_tokens
-            half = Setting(kind=kind, size=max(64, min(self.chosen[kind].setting.size, rows) // 2))
-            self.progress(f"comparing with {half.label}")
-            if half.label not in self.results:
-                self._try(half, self.timed[kind], again=False)
-            if kind == TREE:
-                # First: the reference.
-                self.results = {half.label: self.results.pop(half.label), **self.results}
-                judged = [name for name in self.results if name.startswith(TREE) and name != half.label]
-        return judged
+    def _parity(self) -> Parity:
+        dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
+        comparison = Comparison(
+            self.model, self.rollouts.part(self.options.parity_tokens), self.args, self.tokenizer,
+            optimizer=self.optimizer, old_log_probs=self.options.old_log_probs, progress=self.progress,
+        )  # fmt: skip
+        return comparison.verdict([side.setting for side in self.chosen.values()], max(self.options.budgets), dtype)
 
     def _choose(self, kind: str) -> None:
-        """The fastest setting of a kind, by one step after a first that compiles and is compared."""
+        """The fastest setting of a kind, by one step after a first that compiles."""
         settings = self.options.settings(kind, self.rollouts)
         timed, best = None, float("inf")
         for setting in settings:
@@ -148,17 +131,8 @@ class _Bench:
         if self.optimizer is None:
             side.trainer.create_optimizer()
             self.optimizer = side.trainer.optimizer
-        sketches: list[dict[str, torch.Tensor]] = []
-        side.clock.on_gradients = lambda: sketches.append(sketch_gradients(side.trainer.model))
-        log = side.step()
-        side.clock.on_gradients = None
+        side.step()
         first = side.clock.seconds
-        # TRL's means over a batch's rows depend on which rows are in it, and rows that fill a batch up change the
-        # advantages' scale, so batches of one row are compared.
-        if setting.kind not in sides.STOCK_KINDS or setting.size == 1:
-            self.results[setting.label] = StepResult(
-                sketch=sketches[0], grad_norm=log.get("grad_norm"), loss=log["loss"], entropy=log["entropy"]
-            )
         if side.clock.report is not None:
             timed.microbatches[setting.label] = len(side.clock.report.window.schedule.microbatches)
         if again and first < self.options.seconds_per_side:
@@ -167,7 +141,7 @@ class _Bench:
         return side, side.clock.seconds
 
     def _time(self, side: Side, timed: Timed) -> None:
-        log = side.step()
+        side.step()
         clock = side.clock
         timed.seconds.append(clock.seconds)
         timed.phases_of_steps.append(clock.phases)
@@ -176,7 +150,7 @@ class _Bench:
         if clock.clocks:
             timed.clocks.append(clock.clocks)
         clock.report = None
-        timed.clip_fraction = log.get("clip_ratio/region_mean")
+        timed.clip_fraction = side.log.get("clip_ratio/region_mean")
 
     def _ideals(self) -> dict[str, Ideal]:
         for kind in (PACKED, COLLAPSED, TREE):
@@ -189,10 +163,13 @@ class _Bench:
             if kind in self.timed:
                 timed = self.timed[kind]
                 ran = [label for label, value in timed.tried.items() if not isinstance(value, str)]
-                constant = microbatch_constant(
-                    [timed.microbatches[label] for label in ran],
-                    [timed.tried[label] for label in ran],  # type: ignore[misc]
-                )
+                constant = self.options.microbatch_seconds.get(kind, 0.0)
+                if len(ran) > 1:
+                    constant = microbatch_constant(
+                        [timed.microbatches[label] for label in ran],
+                        [timed.tried[label] for label in ran],  # type: ignore[misc]
+                    )
+                self.microbatch_seconds[kind] = constant
                 assert timed.work is not None and tree.work is not None
                 found[kind] = ideal_step(timed.phases, timed.stages, constant, timed.work, tree.work)
         return found

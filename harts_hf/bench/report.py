@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from harts_hf.bench.results import StepMeasured, Timed, fastest
-from harts_hf.bench.sides import COLLAPSED, KINDS, PACKED, STOCK_KINDS, TREE
+from harts_hf.bench.sides import COLLAPSED, PACKED, STOCK_KINDS, TREE
 
 NOTES = (
     "sampling is excluded: rollouts are played back. Learning rate 0: all steps are the same step.",
@@ -40,7 +40,7 @@ def row_of(measured: StepMeasured, **about: Any) -> dict[str, Any]:
     }
     if measured.clippings:
         row["clipping"] = {name: asdict(one) for name, one in measured.clippings.items()}
-    if not measured.parity.passed:
+    if not all(timed.seconds for timed in measured.sides.values()):  # refused
         return row
     ours = measured.sides[TREE]
     row |= {
@@ -63,6 +63,8 @@ def row_of(measured: StepMeasured, **about: Any) -> dict[str, Any]:
                 f"{name or 'baseline'}_peak_memory": timed.peak_memory,
                 f"speedup{suffix}": timed.median / ours.median,
             }
+    if measured.microbatch_seconds:
+        row["microbatch_seconds"] = measured.microbatch_seconds
     for kind, ideal in measured.ideals.items():
         suffix = "" if kind == PACKED else f"_{kind}"
         row |= {
@@ -95,12 +97,12 @@ def total_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     that it was measured on. Ideal and efficiency are of the steps whose stages were timed.
 
     Raises:
-        ValueError: no rows, one that the parity check refused, or none that was compared with a baseline.
+        ValueError: no rows, one that the parity check refused, or none that was timed with a baseline.
     """
     if not rows or not all(row["parity"]["passed"] for row in rows):
         raise ValueError("expected at least one row, all of which passed the parity check")
-    if all(row["parity"]["reference"].startswith(TREE) for row in rows):
-        raise ValueError("expected at least one step that was compared with a baseline, got none")
+    if not any(f"{name}_seconds" in row for row in rows for name in ("baseline", "stock")):
+        raise ValueError("expected at least one step that was timed with a baseline, got none")
     tokens, unique = (sum(row[name] for row in rows) for name in ("tokens", "unique_tokens"))
     seconds = sum(row["seconds"] for row in rows)
     total: dict[str, Any] = {
@@ -191,14 +193,29 @@ def table_of(row: Mapping[str, Any]) -> str:
 
 
 def _parity(parity: Mapping[str, Any]) -> str:
+    differences, limits = parity["differences"], parity["limits"]
     largest = {
-        kind: max(
-            (d["gradients"] for label, d in parity["differences"].items() if label.startswith(kind)), default=None
-        )
-        for kind in KINDS
+        kind: max((d["gradients"] for label, d in differences.items() if _is_of(label, kind)), default=None)
+        for kind in (PACKED, TREE)
     }
     said = ", ".join(f"{kind} {value:.1e}" for kind, value in largest.items() if value is not None)
-    return f"gradients differ from {parity['reference']}'s by {said} (at most {parity['limits']['gradients']:.1e})"
+    most = f" (at most {limits['gradients']:.1e})" if "gradients" in limits else ""
+    sharing = max(value for label, value in parity["from_packed"].items() if _is_of(label, TREE))
+    text = (
+        f"gradients differ from {parity['reference']}'s by {said}{most}; sharing moves them by {sharing:.1e} (at most "
+        f"{limits['sharing']:.1e}); compared on {parity['trajectories']} trajectories of {parity['tokens']:,} tokens"
+    )
+    if parity["routes"] != "same":
+        return text
+    own = max(one["gradients"] for one in parity["own_routes"].values())
+    return (
+        f"{text}, all told to take the same experts ({max(parity['flips'].values()):.2%} of the choices would be "
+        f"others); where routers choose for themselves, gradients differ by up to {own:.1e}"
+    )
+
+
+def _is_of(label: str, kind: str) -> bool:
+    return label.rsplit(" ", 1)[0] == kind
 
 
 def _median(values: Sequence[float]) -> float:

@@ -25,11 +25,17 @@ class BenchOptions:
         batch_sizes: rows of a batch that stock trainers are tried with.
         kinds: sides; the tree is always one.
         steps: timed steps of each chosen side, at least 1.
+        steps_of: by kind, fewer of them.
         seconds_per_side: a side whose timed steps took so long is not timed again.
         fixed: by kind, the one size that it is run with, such as what was fastest on an earlier step.
         old_log_probs: whether TRL scores old log-probs in each step.
-        baseline_elsewhere: whether other steps are compared with a baseline. Then the tree may be the only side, which
-            is compared with itself in smaller microbatches.
+        baseline_elsewhere: whether other steps are timed with a baseline. Then the tree may be the only side; it is
+            compared with the one without sharing all the same.
+        parity_tokens: sides are compared on so many tokens of trajectories at most.
+        microbatch_seconds: by kind, what each microbatch takes whatever is in it, as an earlier step told: where a
+            kind is tried with one size only, that cannot be measured.
+        times_anyway: whether steps are timed although sides did not train the same; whoever reads the result has to
+            look at its verdict.
         stages: whether to time attention, the rule and the head, in one more step of the tree and of each baseline.
 
     Raises:
@@ -40,10 +46,14 @@ class BenchOptions:
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     kinds: tuple[str, ...] = (*BASELINES, TREE)
     steps: int = 5
+    steps_of: Mapping[str, int] = field(default_factory=dict)
     seconds_per_side: float = 120.0
     fixed: Mapping[str, int] = field(default_factory=dict)
     old_log_probs: bool = False
     baseline_elsewhere: bool = False
+    parity_tokens: int = 65536
+    microbatch_seconds: Mapping[str, float] = field(default_factory=dict)
+    times_anyway: bool = False
     stages: bool = True
 
     def __post_init__(self) -> None:
@@ -62,6 +72,8 @@ class BenchOptions:
             )
         if self.steps < 1:
             raise ValueError(f"expected at least one timed step, got {self.steps}")
+        if self.parity_tokens < 1:
+            raise ValueError(f"expected at least one token to compare, got {self.parity_tokens}")
         if not self.seconds_per_side > 0:
             raise ValueError(f"expected seconds per side above 0, got {self.seconds_per_side}")
 
@@ -130,6 +142,7 @@ class StepMeasured:
         failures: of such kinds, why.
         parity: whether all trained the same.
         ideals: by baseline without padding, where stages were timed.
+        microbatch_seconds: by the same baselines, what each microbatch takes whatever is in it.
         clippings: of old log-probs from elsewhere; empty if there are none.
         decision: the planner's, in its words.
     """
@@ -139,6 +152,7 @@ class StepMeasured:
     failures: dict[str, str]
     parity: Parity
     ideals: dict[str, Ideal]
+    microbatch_seconds: dict[str, float]
     clippings: dict[str, Clipping]
     decision: str
 

@@ -26,6 +26,7 @@ class StepRollouts:
         masks: ``[L - prompt]`` bool each, the tokens of the completion that are trained.
         rewards: ``[n]``, drawn from a normal distribution: equal ones would train nothing.
         old_logprobs: ``[L - prompt]`` float64 each, recorded when the tokens were sampled, NaN where unknown; or None.
+        routes: ``[L, layers, k]`` integers each, the experts that the tokens have to take; None where routers choose.
     """
 
     groups: tuple[str, ...]
@@ -34,6 +35,7 @@ class StepRollouts:
     masks: tuple[NDArray[np.bool_], ...]
     rewards: tuple[float, ...]
     old_logprobs: tuple[NDArray[np.float64], ...] | None = None
+    routes: tuple[NDArray[np.int16], ...] | None = None
 
     @classmethod
     def of(
@@ -104,6 +106,29 @@ class StepRollouts:
             rows[tree.path(number)[prompt:][mask]] = True
         return int(rows.sum())
 
+    def part(self, tokens: int) -> "StepRollouts":
+        """At most so many tokens: of the trajectories that stand side by side in the tree, as many as fit.
+
+        All of them if they fit; two if no two do. Rewards stay those of the trajectories.
+        """
+        lengths = np.array([len(ids) for ids in self.token_ids])
+        if lengths.sum() <= tokens:
+            return self
+        order = np.argsort(self.tree.end_rows, kind="stable")
+        ends = np.concatenate([[0], np.cumsum(lengths[order])])
+        last = np.searchsorted(ends, ends[:-1] + tokens, side="right") - 1
+        first = int((last - np.arange(len(order))).argmax())
+        count = max(2, int(last[first]) - first)
+        first = min(first, len(order) - count)
+        return self._of(sorted(order[first : first + count].tolist()))
+
+    def _of(self, numbers: Sequence[int]) -> "StepRollouts":
+        """Some of the trajectories."""
+        names = ("token_ids", "prompt_lengths", "masks", "rewards", "old_logprobs", "routes")
+        kept: dict[str, Any] = {name: getattr(self, name) for name in names}
+        kept = {name: v if v is None else tuple(v[number] for number in numbers) for name, v in kept.items()}
+        return replace(self, **kept)
+
     def filled(self, multiple: int) -> "StepRollouts":
         """With copies of the shortest trajectory that train nothing behind, up to a multiple of a number of rows."""
         missing = -len(self.token_ids) % multiple
@@ -121,13 +146,15 @@ class StepRollouts:
         )
 
     def rollout_func(self) -> Callable[[list[Any], Any], dict[str, Any]]:
-        """TRL's: answers with these rows, whatever it is asked."""
+        """TRL's: answers with these rows, whatever it is asked; with the experts, where they are known."""
         answer = {
             "prompt_ids": [t[:p].tolist() for t, p in zip(self.token_ids, self.prompt_lengths, strict=True)],
             "completion_ids": [t[p:].tolist() for t, p in zip(self.token_ids, self.prompt_lengths, strict=True)],
             "logprobs": [[0.0] * len(mask) for mask in self.masks],
             "env_mask": [mask.astype(int).tolist() for mask in self.masks],
         }
+        if self.routes is not None:
+            answer["routed_experts"] = list(self.routes)
         return lambda prompts, trainer: {key: list(rows) for key, rows in answer.items()}
 
     def reward_func(self) -> Callable[..., list[float]]:

@@ -6,7 +6,7 @@ tensors, so that what TRL, Accelerate and :func:`harts_hf.patch` put on a model 
 
 import copy
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -65,16 +65,19 @@ class Side:
         setting: what it is.
         trainer: stock or tree.
         clock: of its steps.
+        log: what the trainer logged of its latest step.
     """
 
     setting: Setting
     trainer: Any
     clock: StepClock
+    log: dict[str, Any] = field(default_factory=dict)
 
     def step(self) -> dict[str, Any]:
         """One optimizer step; what the trainer logs of it."""
         self.trainer.train()
-        return next(log for log in reversed(self.trainer.state.log_history) if "loss" in log)
+        self.log = next(log for log in reversed(self.trainer.state.log_history) if "loss" in log)
+        return self.log
 
 
 _TRAINERS: dict[str, tuple[type, type]] = {
@@ -101,7 +104,7 @@ def build_side(
     Args:
         setting: which one.
         model: unpatched, on its device; it stays as it is.
-        rollouts: of the step.
+        rollouts: of the step; with routes, sides of this package replay them.
         args: what all sides have in common; of the tree's options, ``tree_sharing`` is the tree's only.
         tokenizer: of the trainer.
         optimizer: of an earlier side on the same model; a new one by ``args`` if None.
@@ -112,11 +115,14 @@ def build_side(
     """
     is_stock = setting.kind in STOCK_KINDS
     rows_per_batch = setting.size if is_stock else 1
+    rollouts = replace(rollouts, routes=None) if is_stock else rollouts  # stock trainers take none
     rollouts = rollouts.filled(rows_per_batch)
     count = len(rollouts.token_ids)
     tree_options: dict[str, Any] = {} if is_stock else {"tree_max_tokens_per_microbatch": setting.size}
     if setting.kind == PACKED:
         tree_options["tree_sharing"] = "never"
+    if rollouts.routes is not None and not is_stock:
+        tree_options["tree_replay_routing"] = "engine"
     own = replace(
         args, per_device_train_batch_size=rows_per_batch, gradient_accumulation_steps=count // rows_per_batch,
         steps_per_generation=count // rows_per_batch, generation_batch_size=None, num_generations=count,

@@ -16,7 +16,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 import harts_hf
 from harts_hf.cli.output import printable, replacing, write_json
 from harts_hf.cli.train_metrics import WINDOW, cut_metrics, plot_measure, shown, values_of
-from harts_hf.rollouts.plot import plot_tree
 from harts_hf.tree import RolloutTree
 
 REPORT_FILES = ("metrics.jsonl", "summary.json", "reward.png", "loss.png", "tree.png", "evaluation.jsonl")
@@ -151,6 +150,8 @@ class TrainReport(TrainerCallback):
 
     def _plot_tree(self, path: Path) -> None:
         """Draws the tree of the last step with the most tokens: once all goes well, many trees are a single line."""
+        from harts_hf.rollouts.plot import plot_tree
+
         leaves: dict[int, list[Any]] = {}
         for rollout in getattr(self._collector, "last_rollouts", ()):
             leaves.setdefault(rollout.tree, []).append(rollout)

@@ -5,8 +5,8 @@ rule, and what its layers hand over. Nothing of the model files is copied: see :
 """
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +14,19 @@ from torch import nn
 
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.kernels.linear_attention import TreeLinearOutput, tree_gated_delta_rule, tree_kimi_delta_rule
+from harts_hf.modeling.fused_forwards import (
+    Forward,
+    bounded_decays,
+    centred_norm,
+    decays,
+    gated_output_norm,
+    grouped_experts,
+    kimi_output_norm,
+    llama_norm,
+    mlp,
+    olmo_norm,
+    router,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +69,11 @@ class Family:
         joins_convolutions: whether loading joins the convolutions of queries, keys and values. Transformers (5.24)
             joins each process's part of the three, so a model that it shards while loading has other channels'
             weights, and is refused.
+        fused_modules: on a tree on a GPU, the forwards of other classes of the module, by exact name
+            (:mod:`harts_hf.modeling.fused_forwards`); classes without one run as they are, which is right and slower.
+        rotary_function: the name that the full mixer's forward calls to turn queries and keys, ``(q, k, cos, sin)``,
+            which a GPU then runs as one operation each; None runs it as it is.
+        rotates_pairs: whether that function turns entries side by side, instead of a head's two halves.
         check_config: raises UnsupportedModelError for a configuration of another architecture with this model_type.
     """
 
@@ -70,6 +88,9 @@ class Family:
     gate_projections: tuple[str, ...]
     rounds_decays: bool = False
     joins_convolutions: bool = False
+    fused_modules: Mapping[str, Forward] = field(default_factory=dict, hash=False)
+    rotary_function: str | None = None
+    rotates_pairs: bool = False
     check_config: Callable[[Any], None] = lambda config: None
 
     @property
@@ -120,7 +141,30 @@ def _refuse_lightning(config: Any) -> None:
         )
 
 
-def _gated_delta(model_type: str, module_name: str, prefix: str, *gate_projections: str) -> Family:
+_QWEN = {"RMSNorm": centred_norm, "RMSNormGated": gated_output_norm, "MLP": mlp}
+_QWEN_MOE = {**_QWEN, "Experts": grouped_experts}
+_OLMO = {"RMSNorm": olmo_norm, "RMSNormGated": gated_output_norm, "MLP": mlp}
+_KIMI = {
+    "RMSNorm": llama_norm,
+    "RMSNormGated": kimi_output_norm,
+    "MLP": mlp,
+    "Experts": grouped_experts,
+    "TopkRouter": router,
+}
+
+
+def _named(prefix: str, forwards: dict[str, Forward]) -> dict[str, Forward]:
+    return {prefix + name: forward for name, forward in forwards.items()}
+
+
+def _gated_delta(
+    model_type: str,
+    module_name: str,
+    prefix: str,
+    *gate_projections: str,
+    fused: dict[str, Forward],
+    rotary_function: str | None = "apply_rotary_pos_emb",
+) -> Family:
     """GDN, one decay per head."""
     return Family(
         model_type=model_type,
@@ -132,10 +176,14 @@ def _gated_delta(model_type: str, module_name: str, prefix: str, *gate_projectio
         linear_shape=gated_delta_shape,
         key_elements=grouped_keys,
         gate_projections=gate_projections,
+        fused_modules=_named(prefix, fused),
+        rotary_function=rotary_function,
     )
 
 
-def _kimi_delta(model_type: str, prefix: str, *gate_projections: str, **differences: Any) -> Family:
+def _kimi_delta(
+    model_type: str, prefix: str, *gate_projections: str, fused_decays: Forward, **differences: Any
+) -> Family:
     """KDA, one decay per channel, beside MLA."""
     return Family(
         model_type=model_type,
@@ -148,6 +196,7 @@ def _kimi_delta(model_type: str, prefix: str, *gate_projections: str, **differen
         key_elements=_latent_keys,
         gate_projections=gate_projections,
         joins_convolutions=True,
+        fused_modules=_named(prefix, {**_KIMI, "ForgetGate": fused_decays}),
         **differences,
     )
 
@@ -156,13 +205,23 @@ FAMILIES = {
     family.model_type: family
     for family in (
         _kimi_delta(
-            "bailing_hybrid", "BailingHybrid", "b_proj", "f_proj", rounds_decays=True, check_config=_refuse_lightning
+            "bailing_hybrid",
+            "BailingHybrid",
+            "b_proj",
+            "f_proj",
+            rounds_decays=True,
+            check_config=_refuse_lightning,
+            fused_decays=bounded_decays,
+            rotary_function="apply_rotary_pos_emb_interleave",
+            rotates_pairs=True,
         ),
-        _gated_delta("qwen3_5_text", "qwen3_5", "Qwen3_5", "in_proj_a", "in_proj_b"),
-        _gated_delta("qwen3_5_moe_text", "qwen3_5_moe", "Qwen3_5Moe", "in_proj_a", "in_proj_b"),
-        _gated_delta("qwen3_next", "qwen3_next", "Qwen3Next", "in_proj_ba"),
-        _kimi_delta("kimi_linear", "KimiLinear", "b_proj", "f_a_proj", "f_b_proj"),
-        _gated_delta("olmo_hybrid", "olmo_hybrid", "OlmoHybrid", "a_proj", "b_proj"),
+        _gated_delta("qwen3_5_text", "qwen3_5", "Qwen3_5", "in_proj_a", "in_proj_b", fused=_QWEN),
+        _gated_delta("qwen3_5_moe_text", "qwen3_5_moe", "Qwen3_5Moe", "in_proj_a", "in_proj_b", fused=_QWEN_MOE),
+        _gated_delta("qwen3_next", "qwen3_next", "Qwen3Next", "in_proj_ba", fused=_QWEN_MOE),
+        _kimi_delta("kimi_linear", "KimiLinear", "b_proj", "f_a_proj", "f_b_proj", fused_decays=decays),
+        _gated_delta(
+            "olmo_hybrid", "olmo_hybrid", "OlmoHybrid", "a_proj", "b_proj", fused=_OLMO, rotary_function=None
+        ),
     )
 }
 

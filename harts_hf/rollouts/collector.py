@@ -164,7 +164,7 @@ class TreeRolloutCollector:
         *seeds, sampling_seed = self._seeds(trainer, len(rows) + 1)
         writer = self._writer(trainer)
         num_cut = writer.num_cut
-        with open_engine(trainer, seed=sampling_seed) as engine, self._workers(engine.wake) as workers:
+        with open_engine(trainer) as engine, self._workers(engine.wake) as workers:
             read_before = engine.num_read_tokens
             sampler = TreeSampler(
                 engine=engine,

@@ -115,19 +115,6 @@ def tree_advantages(
     return advantages
 
 
-def turn_advantages(
-    trajectories: Sequence[ArrayLike],
-    turn_spans: Sequence[Spans],
-    rewards: ArrayLike,
-    groups: ArrayLike,
-    *,
-    scale: Scale,
-    episodes: ArrayLike | None = None,
-) -> list[FloatArray]:
-    """:func:`tree_advantages` with credit ``"turn"``."""
-    return tree_advantages("turn", trajectories, turn_spans, rewards, groups, scale=scale, episodes=episodes)
-
-
 def _whole_spans(values: EpisodeValues, turn_spans: Sequence[Spans]) -> list[Spans]:
     """The spans of each trajectory, and those of its episode's other trajectories that lie on it."""
     tree = values.tree

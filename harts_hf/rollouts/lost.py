@@ -142,6 +142,7 @@ def _marked(value: Any, mark: str) -> Any:
 
 
 def at_path(value: Any, path: Sequence[str | int]) -> Any:
+    """What stands at the end of a path of keys and indices."""
     for key in path:
         value = value[key]
     return value

@@ -1,30 +1,10 @@
-"""Chat messages to token ids by a tokenizer's chat template."""
+"""The chat template of a tokenizer, which may be loaded only when a conversation needs it."""
 
 from collections.abc import Callable
 from typing import Any
 
 from harts_hf.rollouts.templates import ChatTemplate
 from harts_hf.rollouts.text_template import TextTemplate
-
-
-def tokenize_messages(messages: Any, tools: Any, tokenizer: Any) -> tuple[list[int], list[int] | None]:
-    """Token ids of a conversation, and the template's assistant mask where it marks generations.
-
-    Arguments of tool calls may be objects or, as OpenAI's interface has them, JSON strings. A template that cannot
-    take the strings gets the objects.
-
-    Args:
-        messages: a list of objects, as Transformers' ``apply_chat_template`` takes them.
-        tools: a list of objects, or None.
-        tokenizer: anything with ``apply_chat_template``; with ``decode`` too, the check costs one short rendering.
-
-    Raises:
-        ValueError: no tokenizer; other types than these; a template that fails; a message, or a part of one, that left
-            no token. The text names the message by its number, counted from 1.
-    """
-    template = chat_template(tokenizer)
-    ids, mask = template.marked(template.prepared(messages, tools), tools)
-    return ids.tolist(), None if mask is None else mask.astype(int).tolist()
 
 
 class TokenizerOnDemand:

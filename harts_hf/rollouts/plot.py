@@ -92,6 +92,7 @@ def draw_segments(axes: Axes, tree: RolloutTree) -> FloatArray:
 
 
 def num_lines(tree: RolloutTree) -> int:
+    """Leaves of a tree, each of which is drawn on a line of its own."""
     return int((tree.num_children == 0).sum())
 
 
@@ -113,6 +114,11 @@ def _segment_heights(tree: RolloutTree) -> FloatArray:
 
 
 def draw_rewards(axes: Axes, tree: RolloutTree, rewards: Sequence[float | None], segment_heights: FloatArray) -> None:
+    """A point where each trajectory ends, coloured by its reward; None is not drawn.
+
+    Args:
+        segment_heights: ``[S]``, as :func:`draw_segments` gives them.
+    """
     known = [i for i, reward in enumerate(rewards) if reward is not None]
     if not known:
         return

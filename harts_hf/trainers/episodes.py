@@ -30,6 +30,7 @@ from harts_hf.rollouts.episodes import (
 )
 from harts_hf.rollouts.recorded_rollouts import RecordedRollouts
 from harts_hf.trainers.decoding import decoding, reads_texts
+from harts_hf.trainers.gathering import gathering_ragged
 from harts_hf.trainers.generated import Generated
 from harts_hf.trainers.grouping import grouped, ungrouped
 from harts_hf.trainers.lengths import log_lengths
@@ -297,7 +298,7 @@ class TreeEpisodes:
             return parent.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         # An evaluation batch is a step of its own.
         totals = self._tree.totals or StepTotals.of([inputs], self._tree.ranks)
-        with self._tree.ranks.gathering_ragged():
+        with gathering_ragged(self.accelerator):
             weights, router = inputs[WEIGHTS], self._tree.router_loss
             # Not the option, which may have changed since the rollouts. Rows of weight 0 have no terms.
             is_plain = bool(((weights == 1) | (weights == 0)).all())

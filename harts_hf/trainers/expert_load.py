@@ -19,7 +19,6 @@ from harts_hf.errors import UnsupportedModelError
 from harts_hf.modeling import EXPERT_LOAD, LOAD_SUMS, ROUTER_ENTROPY, find_routers
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.modeling.routing import has_bias
-from harts_hf.trainers.load_picture import plot_expert_load
 
 FILE = "expert_load"
 
@@ -76,6 +75,8 @@ class ExpertLoad:
         """``expert_load.json`` and ``expert_load.png``: choices by layer and expert since the training (re)started."""
         if self.total is None or self.latest is None:
             return
+        from harts_hf.trainers.load_picture import plot_expert_load  # matplotlib: a tenth of a start
+
         folder.mkdir(parents=True, exist_ok=True)
         table = {
             "layers": self.layers,

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from harts_hf.trainers.advantages import TreeAdvantages
-from harts_hf.trainers.config import RolloutOptions, TreeOptions
+from harts_hf.trainers.config import RolloutOptions
 from harts_hf.trainers.episodes import TreeEpisodes
 from harts_hf.trainers.hooks import TreeHooks
 from harts_hf.trainers.off_policy import TreeOffPolicy
 from harts_hf.trainers.step import TreeStep
+from harts_hf.trainers.tree_options import TreeOptions
 
 
 @dataclass

@@ -15,6 +15,7 @@ from harts_hf.runtime.job import Leaves
 from harts_hf.runtime.update import Find
 from harts_hf.trainers.expert_load import ExpertLoad
 from harts_hf.trainers.fitting import FittingUpdate, TreeBudgets
+from harts_hf.trainers.gathering import gathering_alone, unmeasured
 from harts_hf.trainers.micro_steps import SliceLeaves, TRLSlice, active_adapters, on_cpu
 from harts_hf.trainers.old_logprobs import OldLogProbs
 from harts_hf.trainers.planning import planner_of, run_options_of
@@ -311,7 +312,11 @@ class TreePolicy:
         self.old_log_probs.note(one, leaves)
         self._leaves = self._slice_leaves(batch, leaves, aux_loss)
         try:
-            with self.ranks.marked(is_last), self.ranks.gathering_alone(), trainer.compute_loss_context_manager():
+            with (
+                self.ranks.marked(is_last),
+                gathering_alone(trainer.accelerator),
+                trainer.compute_loss_context_manager(),
+            ):
                 loss: Any = trainer.compute_loss(model, batch, num_items_in_batch=num_items)
             if self.totals is not None and not self.totals.even and loss is not self.scaled_loss:
                 raise ValueError(
@@ -329,7 +334,7 @@ class TreePolicy:
         metrics = self.trainer._metrics["train"]
         kept = {name: list(values) for name, values in metrics.items()}
         try:
-            with self.ranks.unmeasured():
+            with unmeasured(self.trainer.accelerator):
                 yield
         finally:
             metrics.clear()

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig
 
-from harts_hf.trainers.config import RolloutOptions, TreeOptions
+from harts_hf.trainers.config import RolloutOptions
 from harts_hf.trainers.field_checks import FLAG, NUMBERS, check_fields, integer, number, one_of
+from harts_hf.trainers.tree_options import TreeOptions
 
 KL_PLACES = ("reward", "loss")
 EPISODE_ENDS = ("chain", "sample")

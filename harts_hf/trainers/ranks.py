@@ -256,63 +256,6 @@ class AccelerateRanks(Ranks):
         total, most = gathered.sum(dim=0).tolist(), gathered.amax(dim=0).tolist()
         return dict(zip(sums, total, strict=False)), dict(zip(largest, most[len(sums) :], strict=True))
 
-    # ---- losses -------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def unmeasured(self) -> Iterator[None]:
-        """Inside, the accelerator gathers and reduces on this rank alone: for a loss whose metrics nobody wants."""
-        if self.count == 1:
-            yield
-            return
-        with (
-            replaced(self.accelerator, "gather", torch.atleast_1d),
-            replaced(self.accelerator, "reduce", lambda tensor, **_: tensor.clone()),
-        ):
-            yield
-
-    @contextmanager
-    def gathering_alone(self) -> Iterator[None]:
-        """Inside, the accelerator of a single process gathers and reduces tensors at once: Accelerate first reads the
-        environment, for each metric of each slice."""
-        accelerator = self.accelerator
-        if self.count > 1:
-            yield
-            return
-        gather, reduce = accelerator.gather, accelerator.reduce
-
-        def gathered(tensor: Any) -> Any:
-            return tensor if isinstance(tensor, torch.Tensor) else gather(tensor)
-
-        def reduced(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            return tensor.clone() if isinstance(tensor, torch.Tensor) else reduce(tensor, *args, **kwargs)
-
-        with replaced(accelerator, "gather", gathered), replaced(accelerator, "reduce", reduced):
-            yield
-
-    @contextmanager
-    def gathering_ragged(self) -> Iterator[None]:
-        """Inside, the accelerator gathers tensors of other first dimensions on each rank, which would abort gloo.
-
-        TRL's losses gather one number per row for their metrics, and ranks have different numbers of rows.
-        """
-        if self.count == 1:
-            yield
-            return
-        gather = self.accelerator.gather
-
-        def gather_ragged(tensor: Any) -> Any:
-            if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
-                return gather(tensor)
-            lengths = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
-            padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
-            padded[: len(tensor)] = tensor.detach()
-            return torch.cat(
-                [part[:length] for part, length in zip(gather(padded).split(max(lengths)), lengths, strict=True)]
-            )
-
-        with replaced(self.accelerator, "gather", gather_ragged):
-            yield
-
     # ---- forwards and backwards ---------------------------------------------------------------------------------
 
     def scoring_model(self, model: nn.Module) -> nn.Module:

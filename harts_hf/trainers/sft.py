@@ -15,12 +15,12 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from harts_hf.errors import HartsWarning, UnsupportedModelError
 from harts_hf.rollouts.arrays import number_array
 from harts_hf.rollouts.fields import shortened
-from harts_hf.trainers.config import TreeOptions
 from harts_hf.trainers.field_checks import FLAG, TEXT, check_fields, integer
 from harts_hf.trainers.hooks import TreeHooks
 from harts_hf.trainers.sft_policy import WEIGHT, TreeTexts, check_weighted_loss
 from harts_hf.trainers.step import TreeStep
 from harts_hf.trainers.together import TogetherSampler, rows_by_key, rows_together
+from harts_hf.trainers.tree_options import TreeOptions
 
 
 def _finite_weights(values: Sequence[Any]) -> torch.Tensor:

@@ -159,6 +159,7 @@ def _k3_over_its_derivative(difference: torch.Tensor) -> torch.Tensor:
 
 
 def trained(batch: Mapping[str, Any]) -> torch.Tensor:
+    """``[B, C]``, 1 at tokens of completions that are trained: not those of padding, tools or environments."""
     tools = batch.get("tool_mask")
     return batch["completion_mask"] if tools is None else batch["completion_mask"] * tools
 

@@ -58,7 +58,7 @@ def test_messages_are_rendered_by_the_models_tokenizer(tmp_path, monkeypatch, ca
     tokenizer.save_pretrained(tmp_path / "model")
     status, output = run(capsys, "--model", tmp_path / "model", tmp_path / "m.jsonl", *FEW)
     assert status == 2 and "measured" in output.err
-    assert "rollouts: 2 samples of 1 conversations (messages), one per turn; 1 group" in output.out
+    assert "rollouts: 2 samples of 1 conversation (messages), one per turn; 1 group" in output.out
     ((rollouts, found),) = seen
     assert len(rollouts.token_ids) == 2 and found.get_vocab() == tokenizer.get_vocab()
 
@@ -95,6 +95,7 @@ def test_every_side_trains_the_same_and_is_timed(model, shapes, tmp_path, capsys
     assert row["clipping"]["stock"]["clipped"] == 0 and 0 < row["clipping"]["stock"]["rms"] < 1e-4
     # Rounding, not nothing: each side has computed its own gradient.
     assert all(0 < one["gradients"] < 1e-4 for one in row["parity"]["differences"].values())
+    assert next(iter(row["parity"]["differences"])) == "stock 1, rounded again"
     assert "efficiency" in output.out and "parity: gradients differ from stock 1's by" in output.out
     assert plot.stat().st_size > 10_000
 
@@ -120,7 +121,7 @@ def test_a_fault_that_packed_shares_with_the_tree(model, shapes, monkeypatch, ca
     monkeypatch.setattr(forwards, "token_logprobs", scaled_logprobs(forwards.token_logprobs))
     sides = ("--sides", "stock", "packed", "tree")
     status, output = run(capsys, "--model", model, shapes, *FEW, "--batch-sizes", 1, *sides)
-    assert status == 1 and "gradients of packed 512, which shares nothing, differ from stock 1's by" in output.out
+    assert status == 1 and "gradients of packed 280 differ from stock 1's by" in output.out
     monkeypatch.undo()
     status, output = run(capsys, "--model", model, shapes, *FEW, "--batch-sizes", 3, "--sides", "stock", "tree")
     assert status == 0 and "gradients differ from stock 1's by" in output.out

@@ -2,14 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from support.launching import start_fork
 
+import harts_hf.cli
 from harts_hf.cli.signals import Terminated, sigterm_interrupts
 
 TINY = str(Path(__file__).parents[2] / "recipes" / "tiny_agent.yaml")
@@ -65,33 +65,28 @@ def test_a_terminated_training_ends_its_agents_and_keeps_their_rollouts(tmp_path
     pids, out = tmp_path / "pids", tmp_path / "out"
     pids.mkdir()
     (tmp_path / "sleeps.py").write_text(USER_CODE)
-    command = [sys.executable, "-m", "harts_hf.cli", "train", TINY, "--agent", "sleeps:Sleeps"]
-    command += ["--agent_kwargs.folder", str(pids), "--num_generations", "2", "--per_device_train_batch_size", "2"]
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(
-        [*command, "--output_dir", str(out)],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    script, said = tmp_path / "harts.py", tmp_path / "said"  # beside the user's code, as started in its folder
+    script.write_text(Path(harts_hf.cli.__file__).with_name("__main__.py").read_text())
+    options = ["--agent_kwargs.folder", pids, "--num_generations", 2, "--per_device_train_batch_size", 2]
+    command = ["train", TINY, "--agent", "sleeps:Sleeps", *options, "--output_dir", out]
+    process = start_fork(script, *command, environment={}, output=str(said))
     agents = []
     try:
-        assert wait_for(lambda: len(list(pids.iterdir())) == 2 or process.poll() is not None, 120)
+        assert wait_for(lambda: len(list(pids.iterdir())) == 2 or not process.is_alive(), 120)
         agents = [int(file.name) for file in pids.iterdir()]
-        assert len(agents) == 2 and all(map(is_running, agents)), process.stderr.read()
+        assert len(agents) == 2 and all(map(is_running, agents)), said.read_text()
         end = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < end:
+        while process.is_alive() and time.monotonic() < end:
             process.terminate()  # as from Slurm and then from a launcher: further ones do not disturb the first
             time.sleep(0.02)
-        _, error = process.communicate(timeout=1)
-        assert process.returncode == 143 and "Traceback" not in error
+        error = said.read_text()
+        assert process.exitcode == 143 and "Traceback" not in error
         (saved,) = (out / "salvaged").iterdir()
         assert f"harts: interrupted by SIGTERM\nWhat was collected before (2 rollouts) is in {saved}" in error
         assert wait_for(lambda: not any(map(is_running, agents)), 5)
     finally:
         process.kill()
-        process.communicate()
+        process.join()
         for agent in filter(is_running, agents):
             os.kill(agent, signal.SIGKILL)
 

@@ -4,6 +4,7 @@ The GPU's kernels are tested in tests/ops; here the models run through the same 
 PyTorch backends, as if it were a GPU.
 """
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -13,7 +14,7 @@ from support.trees import random_trajectories
 from torch import nn
 
 from harts_hf import patch, tree_logprobs, unpatch
-from harts_hf.modeling import fused
+from harts_hf.modeling import fused, fused_forwards
 from harts_hf.modeling.families import FAMILIES as KNOWN
 from harts_hf.runtime import RunOptions, window_values
 from harts_hf.runtime.window import TreeWindow
@@ -37,10 +38,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
         return counting
 
-    for name in ("rms_norm", "gated_rms_norm", "swiglu", "decay_gate", "rotate"):
-        monkeypatch.setattr(fused, name, counted(name, getattr(fused, name)))
-    monkeypatch.setattr(fused.experts, "combine", counted("experts", fused.experts.combine))
-    monkeypatch.setattr(fused.experts, "route", counted("route", fused.experts.route))
+    for name in ("rms_norm", "gated_rms_norm", "swiglu", "decay_gate"):
+        monkeypatch.setattr(fused_forwards, name, counted(name, getattr(fused_forwards, name)))
+    monkeypatch.setattr(fused, "rotate", counted("rotate", fused.rotate))
+    experts = fused_forwards.experts
+    monkeypatch.setattr(experts, "combine", counted("experts", experts.combine))
+    monkeypatch.setattr(experts, "route", counted("route", experts.route))
     return found
 
 
@@ -73,12 +76,12 @@ def test_equals_stock_modules(family, as_on_a_gpu, calls):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm() + 1e-7
     names = {type(module).__name__ for module in model.modules() if isinstance(module, fused.FusedModule)}
     prefix = KNOWN[family].linear_mixer.removesuffix("DeltaAttention").removesuffix("GatedDeltaNet")
-    assert names >= {name for name in fused.FUSED[family] if name.startswith(prefix)}
+    assert names >= {name for name in KNOWN[family].fused_modules if name.startswith(prefix)}
     expected = {"rms_norm", "gated_rms_norm", "swiglu"}
     expected |= {"experts"} if family in MOE_FAMILIES else set()
-    expected |= {"route"} if "TopkRouter" in " ".join(fused.FUSED[family]) else set()
-    expected |= {"rotate"} if fused.rotary_of(KNOWN[family]) else set()
-    expected |= {"decay_gate"} if "ForgetGate" in " ".join(fused.FUSED[family]) else set()
+    expected |= {"route"} if "TopkRouter" in " ".join(KNOWN[family].fused_modules) else set()
+    expected |= {"rotate"} if family not in ("kimi_linear", "olmo_hybrid") else set()
+    expected |= {"decay_gate"} if "ForgetGate" in " ".join(KNOWN[family].fused_modules) else set()
     assert set(calls) == expected
     once = Counter(calls)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -120,6 +123,14 @@ def test_leaves_what_it_is_not_for():
     assert [type(m) for m in (model.model.layers[0].mlp, model.model.layers[1].mlp.experts)] == before
     assert not isinstance(model.model.norm, fused.FusedModule)
     assert isinstance(model.model.layers[2].mlp.experts, fused.FusedModule)
+
+
+def test_an_entry_says_what_is_fused():
+    """Also one of a user's own: its classes and no others, beside the layers that tell them."""
+    entry = dataclasses.replace(KNOWN["olmo_hybrid"], fused_modules={"OlmoHybridMLP": fused_forwards.mlp})
+    found = fused.find_fused(tiny_model("olmo_hybrid"), entry)
+    layers = {"OlmoHybridAttentionDecoderLayer", "OlmoHybridLinearAttentionDecoderLayer"}
+    assert {type(module).__name__ for module, _ in found} == {"OlmoHybridMLP", *layers}
 
 
 def test_other_experts_stay(as_on_a_gpu, calls):

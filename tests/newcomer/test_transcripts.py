@@ -4,11 +4,13 @@ import json
 import os
 import re
 import resource
+import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from support.pages import BLOCK, PAGES, ROOT, commands
@@ -55,7 +57,8 @@ def newcomer(tmp_path_factory):
     shell = {**kept, "PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     where = type_in("python -c 'import harts_hf; print(harts_hf.__file__)'", home, shell)
     assert str(venv) in where, "expected the package of the wheel"
-    type_in("python examples/tiny.py tiny", home, shell)
+    with patch.object(sys, "argv", ["examples/tiny.py", str(home / "tiny")]):  # here, without another start
+        runpy.run_path(str(ROOT / "examples" / "tiny.py"), run_name="__main__")
     return home, shell
 
 

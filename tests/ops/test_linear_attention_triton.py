@@ -332,5 +332,5 @@ for kernel in sorted({name for name, _ in launched}):
     print(kernel, len(hashes) > 2, len(set(hashes)))
 """
     )
-    wanted = ["_states_backward True 1", "_states_forward True 1", "_sum_children True 1"]
+    wanted = ["states_backward True 1", "states_forward True 1", "sum_children True 1"]
     assert printed.splitlines() == wanted

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harts_hf.rollouts.credit import TREE_CREDITS, tree_advantages, turn_advantages
+from harts_hf.rollouts.credit import TREE_CREDITS, tree_advantages
 from harts_hf.tree import RolloutTree
 
 # Prompt 9 9, then turns of one token (1 to 6), the environment's 8 between them:
@@ -29,7 +29,7 @@ BY_HAND = [
 
 def test_a_tree_worked_by_hand():
     """Each parting turn gets the change of value, and the turns below it share that."""
-    advantages = turn_advantages(TREE, SPANS, REWARDS, [0, 0, 0, 0], scale="none")
+    advantages = tree_advantages("turn", TREE, SPANS, REWARDS, [0, 0, 0, 0], scale="none")
     for row, expected in zip(advantages, BY_HAND, strict=True):
         assert row.dtype == np.float64
         np.testing.assert_allclose(row, expected, atol=1e-15)
@@ -40,9 +40,9 @@ def test_scales_are_trls():
     doubled = [*TREE, *TREE]
     rewards = np.array([*REWARDS, 4.0, 0.0, 2.0, 0.0])
     groups = [0] * 4 + [7] * 4
-    plain = turn_advantages(doubled, SPANS * 2, rewards, groups, scale="none")
-    by_group = turn_advantages(doubled, SPANS * 2, rewards, groups, scale="group")
-    by_batch = turn_advantages(doubled, SPANS * 2, rewards, groups, scale="batch")
+    plain = tree_advantages("turn", doubled, SPANS * 2, rewards, groups, scale="none")
+    by_group = tree_advantages("turn", doubled, SPANS * 2, rewards, groups, scale="group")
+    by_batch = tree_advantages("turn", doubled, SPANS * 2, rewards, groups, scale="batch")
     for row in range(8):
         group = rewards[:4] if row < 4 else rewards[4:]
         np.testing.assert_allclose(by_group[row], plain[row] / (group.std(ddof=1) + 1e-4))
@@ -53,7 +53,7 @@ def test_without_forks_it_is_grpo():
     """Conversations that part at their first turn get the group-relative advantage on all their turns."""
     trajectories = [[9, token, 8, 5, 8, 5] for token in range(4)]
     rewards = np.array([0.0, 1.0, 2.0, 5.0])
-    advantages = turn_advantages(trajectories, [[(1, 2), (3, 4), (5, 6)]] * 4, rewards, [0] * 4, scale="group")
+    advantages = tree_advantages("turn", trajectories, [[(1, 2), (3, 4), (5, 6)]] * 4, rewards, [0] * 4, scale="group")
     for row, reward in zip(advantages, rewards, strict=True):
         expected = (reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
         np.testing.assert_allclose(row, np.array([0, 1, 0, 1, 0, 1]) * expected, atol=1e-12)
@@ -61,11 +61,11 @@ def test_without_forks_it_is_grpo():
 
 def test_groups_do_not_touch():
     """Equal tokens in another group change no value, whatever the order of the rows."""
-    first = turn_advantages(TREE, SPANS, REWARDS, [0, 0, 0, 0], scale="group")
+    first = tree_advantages("turn", TREE, SPANS, REWARDS, [0, 0, 0, 0], scale="group")
     mixed = [row for pair in zip(TREE, TREE, strict=True) for row in pair]
     spans = [row for pair in zip(SPANS, SPANS, strict=True) for row in pair]
     rewards = [value for reward in REWARDS for value in (reward, 3.0)]
-    both = turn_advantages(mixed, spans, rewards, [4, 2] * 4, scale="group")
+    both = tree_advantages("turn", mixed, spans, rewards, [4, 2] * 4, scale="group")
     for row in range(4):
         np.testing.assert_array_equal(both[2 * row], first[row])
         np.testing.assert_array_equal(both[2 * row + 1], np.zeros(len(TREE[row])))
@@ -73,14 +73,14 @@ def test_groups_do_not_touch():
 
 def test_an_unscored_trajectory_counts_nowhere():
     """A NaN reward gives advantage 0 and leaves the values of the others as if the row were not there."""
-    advantages = turn_advantages(
-        [*TREE, TREE[0][:4]], [*SPANS, SPANS[0][:1]], [*REWARDS, np.nan], [0] * 5, scale="group"
+    advantages = tree_advantages(
+        "turn", [*TREE, TREE[0][:4]], [*SPANS, SPANS[0][:1]], [*REWARDS, np.nan], [0] * 5, scale="group"
     )
-    alone = turn_advantages(TREE, SPANS, REWARDS, [0] * 4, scale="group")
+    alone = tree_advantages("turn", TREE, SPANS, REWARDS, [0] * 4, scale="group")
     np.testing.assert_array_equal(advantages[4], np.zeros(4))
     for row in range(4):
         np.testing.assert_allclose(advantages[row], alone[row], atol=1e-15)
-    nothing = turn_advantages(TREE, SPANS, [np.nan] * 4, [0] * 4, scale="batch")
+    nothing = tree_advantages("turn", TREE, SPANS, [np.nan] * 4, [0] * 4, scale="batch")
     assert all((row == 0).all() for row in nothing)
 
 
@@ -101,7 +101,9 @@ def sampled_trees(draw):
 def test_equal_rewards_teach_nothing(tree, scale):
     """Where all leaves got the same, every advantage is 0."""
     trajectories, spans, rewards = tree
-    advantages = turn_advantages(trajectories, spans, np.full(len(rewards), 0.3), [0] * len(rewards), scale=scale)
+    advantages = tree_advantages(
+        "turn", trajectories, spans, np.full(len(rewards), 0.3), [0] * len(rewards), scale=scale
+    )
     for row in advantages:
         np.testing.assert_allclose(row, 0.0, atol=1e-9)
 
@@ -110,7 +112,7 @@ def test_equal_rewards_teach_nothing(tree, scale):
 def test_sum_rules(tree):
     """Parting turns add up to value less root value along a path, and to 0 over the leaves of a history."""
     trajectories, spans, rewards = tree
-    advantages = turn_advantages(trajectories, spans, rewards, [0] * len(rewards), scale="none")
+    advantages = tree_advantages("turn", trajectories, spans, rewards, [0] * len(rewards), scale="none")
     rows = RolloutTree.from_trajectories(trajectories)
     values = {}
     for row, tokens in enumerate(trajectories):
@@ -327,7 +329,7 @@ def test_input_that_does_not_fit(changes, message):
     """Rows, spans, episodes and the scale are checked."""
     arguments = {"turn_spans": SPANS, "rewards": [1, 0, 0.5, 0.5], "groups": [0] * 4, "scale": "none", **changes}
     with pytest.raises(ValueError, match=message):
-        turn_advantages(TREE, **arguments)
+        tree_advantages("turn", TREE, **arguments)
 
 
 def test_credits_that_are_none():

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from harts_hf.errors import RolloutFileError
 from harts_hf.rollouts.files import read_rollouts
-from harts_hf.rollouts.messages import tokenize_messages
+from harts_hf.rollouts.messages import chat_template
 
 # Knows the usual roles, texts, blocks of text and images, and arguments that are mappings.
 MAPPING = """{%- for m in messages %}{%- if m.role in ("system", "user", "assistant", "tool") %}<{{ m.role }}>
@@ -26,6 +26,13 @@ STRINGS = MAPPING.replace(
     "{{- call.arguments if call.arguments is string else call.arguments | tojson }}",
 )
 SKIPS_STRINGS = MAPPING.replace("(call.arguments or {})", "(call.arguments if call.arguments is mapping else {})")
+
+
+def tokenize_messages(messages, tools, tokenizer):
+    """Token ids of a conversation, and the template's assistant mask where it marks generations."""
+    template = chat_template(tokenizer)
+    ids, mask = template.marked(template.prepared(messages, tools), tools)
+    return ids.tolist(), None if mask is None else mask.astype(int).tolist()
 
 
 def byte_tokenizer(template=MAPPING):

@@ -20,10 +20,16 @@ from harts_hf.tree import RolloutTree
 
 ALIGNED = [[64], [128], [64, 128]]
 UNALIGNED = [[1], [63], [65], [80], [127], [3, 40, 64, 90, 100, 130]]
+ALSO_BFLOAT16 = [[64, 128], [80], [3, 40, 64, 90, 100, 130]]
 on_layers = pytest.mark.parametrize("rule", RULES)
-in_dtypes = pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)]
-)
+
+
+def at_cuts(*cuts: list[int]) -> pytest.MarkDecorator:
+    """Float32 at all of them; bfloat16, which takes the same pieces, at those of ``ALSO_BFLOAT16``."""
+    cases = [pytest.param(one, torch.float32, id=str(one)) for one in cuts]
+    for one in filter(ALSO_BFLOAT16.__contains__, cuts):
+        cases.append(pytest.param(one, torch.bfloat16, id=f"{one}-bfloat16", marks=pytest.mark.exhaustive))
+    return pytest.mark.parametrize(("cuts", "dtype"), cases)
 
 
 def comb() -> RolloutTree:
@@ -82,8 +88,7 @@ def both(rule: str, cuts: list[int], dtype: torch.dtype) -> tuple[RolloutTree, C
 
 
 @on_layers
-@in_dtypes
-@pytest.mark.parametrize("cuts", [*ALIGNED, *UNALIGNED], ids=str)
+@at_cuts(*ALIGNED, *UNALIGNED)
 def test_outputs_and_states(rule, dtype, cuts):
     """Every output, and every state that is handed over, equals the uncut tree's."""
     tree, cut, expected, whole = both(rule, cuts, dtype)
@@ -128,12 +133,9 @@ def above_a_cut(tree: RolloutTree, cuts: list[int], path: np.ndarray) -> np.ndar
     return owner != last_owner
 
 
-@pytest.mark.essential(
-    "[64]-dtype0-gated", "[64, 128]-dtype0-kimi", "[65]-dtype0-gated", "[3, 40, 64, 90, 100, 130]-dtype0-kimi"
-)
+@pytest.mark.essential("[64]-gated", "[64, 128]-kimi", "[65]-gated", "[3, 40, 64, 90, 100, 130]-kimi")
 @on_layers
-@in_dtypes
-@pytest.mark.parametrize("cuts", [*ALIGNED, *UNALIGNED], ids=str)
+@at_cuts(*ALIGNED, *UNALIGNED)
 def test_gradients(rule, dtype, cuts):
     """A trajectory's gradients with its loss on every row but those above a cut within the cut's chunk.
 
@@ -152,10 +154,9 @@ def test_gradients(rule, dtype, cuts):
     assert whole_paths > 0 or cuts not in ALIGNED
 
 
-@pytest.mark.essential("[80]-dtype0-kimi", "[127]-dtype0-gated")
+@pytest.mark.essential("[80]-kimi", "[127]-gated")
 @on_layers
-@in_dtypes
-@pytest.mark.parametrize("cuts", UNALIGNED, ids=str)
+@at_cuts(*UNALIGNED)
 def test_gradients_from_one_piece(rule, dtype, cuts):
     """A trajectory's gradients with its loss in one microbatch, above cuts or below them."""
     torch.manual_seed(0)

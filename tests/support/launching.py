@@ -10,13 +10,10 @@ import tempfile
 import time
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 SUPPORT = str(Path(__file__).parents[1])
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
-# MULTI_GPU starts as many processes as it is told to; with use_cpu=True in the trainer's arguments they use gloo.
-ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no",
-              "--dynamo_backend", "no", "--main_process_port", "0")  # fmt: skip
 
 
 def _python_path() -> str:
@@ -24,13 +21,22 @@ def _python_path() -> str:
 
 
 def launch(
-    script: Path, *arguments: object, count: int = 2, launcher: tuple[str, ...] = TORCHRUN, timeout: float = 600
+    script: Path, *arguments: object, launcher: tuple[str, ...], count: int = 2, timeout: float = 600
 ) -> subprocess.CompletedProcess:
-    """What a launcher returned and printed; an error if it did not end in time."""
+    """What Accelerate's launcher returned and printed; an error if it did not end in time."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
-    number = "--nproc_per_node" if launcher == TORCHRUN else "--num_processes"
-    command = [sys.executable, *launcher, number, str(count), str(script), *map(str, arguments)]
+    command = [sys.executable, *launcher, "--num_processes", str(count), str(script), *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def start_fork(script: Path, *arguments: object, environment: dict[str, object], output: str) -> BaseProcess:
+    """Starts ``python SCRIPT ARGUMENTS`` as a fork of a server that has imported; both its streams go to a file."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["support.forked_imports"])
+    process = context.Process(target=_run_script, args=(str(script), list(map(str, arguments)), environment, output))
+    with _server_environment():
+        process.start()
+    return process
 
 
 def run_processes(script: Path, *arguments: object, count: int = 2, timeout: float = 600) -> None:
@@ -39,23 +45,16 @@ def run_processes(script: Path, *arguments: object, count: int = 2, timeout: flo
     They are forks of a server that has imported what they need: imports take six seconds of a core in each process,
     and a training of a tiny model one or two. Launchers themselves are tested with `launch`.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["support.forked_imports"])
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder, _server_environment():
+    with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(count):
             environment = {
                 "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0,
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none",
             }  # fmt: skip
-            process = context.Process(
-                target=_run_script,
-                args=(str(script), [str(argument) for argument in arguments], environment, f"{folder}/{rank}"),
-            )
-            process.start()
-            processes.append(process)
+            processes.append(start_fork(script, *arguments, environment=environment, output=f"{folder}/{rank}"))
         failed = _first_failure(processes, timeout)
         for process in processes:  # as launchers do: one that failed ends the others
             if failed is not None:

@@ -76,8 +76,9 @@ def conv_over_branches(monkeypatch: Any) -> None:
         table = original(batch, width)
         num_rows = table.gather.num_rows  # handed rows stand before the own ones
         rows = torch.arange(num_rows - batch.num_rows, num_rows)[:, None] - torch.arange(width - 1, -1, -1)
-        index = torch.where(table.ancestors >= 0, rows, -1).clamp_min(-1)
-        return dataclasses.replace(table, gather=type(table.gather).build(index.numpy().ravel(), num_rows))
+        index = torch.where(table.ancestors.cpu() >= 0, rows, -1).clamp_min(-1)
+        gather = type(table.gather).build(index.numpy().ravel(), num_rows)
+        return type(table)(gather=gather, width=width).to(batch.device)
 
     _wrap(monkeypatch, TreeBatch, "conv", conv)
 

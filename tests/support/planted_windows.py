@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import torch
 
 from harts_hf.batch import GatherIndex, TreeBatch
@@ -35,10 +36,10 @@ def one_token_too_few_handed_over(monkeypatch: Any) -> None:
     """A dependent's first chunk lacks the first of the tokens to be replayed."""
 
     def change(batch: TreeBatch) -> dict[str, Any]:
-        gather = batch.linear.gather
-        if gather.num_rows > batch.num_rows:  # the first handed row is row 0
-            gather = _without(gather.index, gather, gather.index == 0)
-            return {"linear": dataclasses.replace(batch.linear, gather=gather)}
+        linear = batch.linear
+        if linear.num_read > batch.num_rows:  # the first handed row is row 0
+            rows = np.where(linear.slot_rows == 0, -1, linear.slot_rows)
+            return {"linear": dataclasses.replace(linear, slot_rows=rows, _made={})}
         return {}
 
     _after_batch(monkeypatch, change)

@@ -18,16 +18,15 @@ def wants_routes(args: Any) -> bool:
 
 
 @contextmanager
-def open_engine(trainer: Any, *, seed: int) -> Iterator[Engine]:
+def open_engine(trainer: Any) -> Iterator[Engine]:
     """Opens an engine on the trainer's policy, for one collection of rollouts.
 
     Args:
         trainer: a ``GRPOTrainer``. With ``use_vllm`` its vLLM server samples, else its own model does, in the mode
             (training or evaluation) that TRL leaves it in.
-        seed: nothing that an engine draws depends on it: requests have seeds of their own.
 
     Yields:
-        The engine, which draws as the trainer's arguments say; closed at the end.
+        The engine, which draws as the trainer's arguments and the seeds of requests say; closed at the end.
 
     Raises:
         ValueError: a repetition penalty; without vLLM, a model whose parameters are sharded while it samples.

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from harts_hf.rollouts.calls import Calls
-from harts_hf.rollouts.engines import Engine, SamplingSettings
+from harts_hf.rollouts.engines import Engine
 from harts_hf.rollouts.engines.opening import open_engine, wants_routes
-from harts_hf.rollouts.engines.vllm_server import VLLMServerEngine
 from harts_hf.rollouts.episodes import ABSENT, ROUTED_EXPERTS, TRUNCATED
 from harts_hf.rollouts.gateway.agents import Agent, AgentAccess, AgentFailure, checked_reward
 from harts_hf.rollouts.gateway.commands import as_agent
@@ -23,20 +22,16 @@ from harts_hf.rollouts.gateway.episodes import (
     group_prompts,
     metrics_of,
     request_seeds,
-    seed_of,
     task_seed,
 )
-from harts_hf.rollouts.gateway.formats import ChatFormat, TrlFormat
 from harts_hf.rollouts.gateway.runs import AgentJob, AgentRuns
 from harts_hf.rollouts.gateway.server import Gateway
 from harts_hf.rollouts.gateway.sessions import Session
-from harts_hf.rollouts.gateway.turns import EngineTurns, LengthLimits, TurnSource
-from harts_hf.rollouts.gateway.vllm import VLLMChatTurns, VLLMFormat, VLLMServer
+from harts_hf.rollouts.gateway.sources import ChatFormatFactory, TurnSources
+from harts_hf.rollouts.gateway.turns import TurnSource
 from harts_hf.rollouts.salvage import place_of_failures, saved_on_failure
 
 logger = logging.getLogger(__name__)
-
-ChatFormatFactory = Callable[[Any], ChatFormat]
 
 
 class AgentError(RuntimeError):
@@ -108,20 +103,17 @@ class AgentRolloutCollector:
                 raise ValueError(f"expected {name} of at least 1, got {value}")
         if not timeout > 0:
             raise ValueError(f"expected a timeout above 0, got {timeout}")
-        if isinstance(chat_format, str) and chat_format != "vllm_chat":
-            raise ValueError(f"expected chat_format to be a function, 'vllm_chat' or None, got {chat_format!r}")
         self.agent: Agent = as_agent(agent)
+        self._sources = TurnSources(
+            self.agent, chat_format, max_turn_tokens=max_turn_tokens, max_context_length=max_context_length
+        )
         self._reward = reward
         self._failure_reward = failure_reward
         self._max_turns = max_turns
-        self._max_turn_tokens = max_turn_tokens
-        self._max_context_length = max_context_length
         self._timeout = timeout
         self._max_concurrent = max_concurrent
-        self._chat_format = chat_format
         self._gateway: Gateway | None = None
         self._gateway_lock = threading.Lock()
-        self._format: tuple[Any, ChatFormat] | None = None  # of the tokenizer
         self._calls = Calls()
         self._num_failed_calls = 0  # in a row
         self._has_said_without_reward = False
@@ -160,9 +152,9 @@ class AgentRolloutCollector:
         trees = [group - groups[0] for group in groups]
         shared = self._seeds(trainer)
         own = (*shared, rank)
-        with open_engine(trainer, seed=seed_of(own)) as engine:
+        with open_engine(trainer) as engine:
             read_before = engine.num_read_tokens
-            sessions = self._open_sessions(len(prompts), self._source(trainer, engine), own)
+            sessions = self._open_sessions(len(prompts), self._sources.source(trainer, engine), own)
             task_seeds = [task_seed(shared, group) for group in groups]
             with saved_on_failure(lambda: file_rows(sessions, trees), *place_of_failures(trainer)):
                 self.last_episodes = self._play(prompts, trees, sessions, engine, task_seeds)
@@ -189,8 +181,7 @@ class AgentRolloutCollector:
         Raises:
             ValueError: a tokenizer without a known chat format.
         """
-        if not use_vllm and self._chat_format != "vllm_chat":
-            self._new_format(tokenizer, None)
+        self._sources.check_tokenizer(tokenizer, use_vllm=use_vllm)
 
     def _open_sessions(self, number: int, source: TurnSource, seeds: tuple[int, ...]) -> list[Session]:
         gateway = self._open_gateway()
@@ -328,34 +319,6 @@ class AgentRolloutCollector:
             f"expected an agent that comes to its end, got {len(failures)} failures ({kinds}): see the log"
         )
 
-    def _source(self, trainer: Any, engine: Engine) -> TurnSource:
-        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-        limits = LengthLimits(
-            max_turn_tokens=self._max_turn_tokens or trainer.args.max_completion_length,
-            max_completion_tokens=trainer.args.max_completion_length,
-            max_positions=min(filter(None, (self._max_context_length, engine.max_positions)), default=None),
-        )
-        end_ids = tuple(trainer.eos_token_ids)
-        if self._chat_format == "vllm_chat":
-            return _vllm_chat(trainer, tokenizer, limits, engine)
-        # The tokenizer is copied, which takes a while: once.
-        if self._format is None or self._format[0] is not tokenizer:
-            self._format = tokenizer, self._new_format(tokenizer, engine)
-        chat_format = self._format[1]
-        if trainer.use_vllm:
-            _reconnect(chat_format, engine)
-        return EngineTurns(engine, chat_format, end_ids=end_ids, limits=limits, routes=wants_routes(trainer.args))
-
-    def _new_format(self, tokenizer: Any, engine: Engine | None) -> ChatFormat:
-        if callable(self._chat_format):
-            return self._chat_format(tokenizer)
-        own = self.agent.chat_format(tokenizer)
-        if own is not None:
-            return own
-        if isinstance(engine, VLLMServerEngine):
-            return VLLMFormat(tokenizer, VLLMServer.of_engine(engine))
-        return TrlFormat(tokenizer)
-
     def _open_gateway(self) -> Gateway:
         with self._gateway_lock:
             if self._gateway is None:
@@ -374,18 +337,6 @@ def agent_reward(*, agent_reward: list[float | None], **_: Any) -> list[float | 
 
 
 agent_reward.reads_texts = False  # type: ignore[attr-defined]
-
-
-def _vllm_chat(trainer: Any, tokenizer: Any, limits: LengthLimits, engine: Engine) -> TurnSource:
-    settings = SamplingSettings.from_args(trainer.args, tuple(trainer.eos_token_ids))
-    server, routes = VLLMServer.of_engine(engine), wants_routes(trainer.args)
-    return VLLMChatTurns(tokenizer, server, settings=settings, limits=limits, routes=routes)
-
-
-def _reconnect(chat_format: ChatFormat, engine: Engine) -> None:
-    """Each collection has an engine of its own, with connections of its own."""
-    if isinstance(chat_format, VLLMFormat):
-        chat_format.server = VLLMServer.of_engine(engine)
 
 
 def _group_size(trainer: Any) -> int:

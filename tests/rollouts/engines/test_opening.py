@@ -45,7 +45,7 @@ def test_the_trainers_own_model_samples_as_its_arguments_say(make_trainer):
     """Temperature, cuts and end tokens are the trainer's; the engine is closed when its block is left."""
     trainer = make_trainer(temperature=0.5, top_k=1)
     end = trainer.processing_class.eos_token_id
-    with open_engine(trainer, seed=0) as engine:
+    with open_engine(trainer) as engine:
         assert isinstance(engine, TransformersEngine)
         future = engine.submit(TurnRequest(history=(5, 6), max_tokens=30, seed=0, count=3, stop=("no such text",)))
         engine.run(future.done)
@@ -61,7 +61,7 @@ def test_a_repetition_penalty_is_refused(make_trainer):
     """Probabilities would depend on more than the loss knows."""
     with (
         pytest.raises(ValueError, match=r"expected repetition_penalty 1\.0"),
-        open_engine(make_trainer(repetition_penalty=1.2), seed=0),
+        open_engine(make_trainer(repetition_penalty=1.2)),
     ):
         pass
 
@@ -71,6 +71,6 @@ def test_sharded_parameters_are_refused():
     trainer = SimpleNamespace(use_vllm=False, is_fsdp_enabled=True)
     with (
         pytest.raises(ValueError, match="expected parameters that are whole while sampling"),
-        open_engine(trainer, seed=0),
+        open_engine(trainer),
     ):
         pass

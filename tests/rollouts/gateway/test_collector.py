@@ -72,7 +72,7 @@ def trainer(monkeypatch, tmp_path):
     )
 
     @contextlib.contextmanager
-    def open_engine(given, *, seed):
+    def open_engine(given):
         assert given is trainer
         with ScriptedEngine(trainer.answer, end_ids=(END,), max_positions=1000) as engine:
             trainer.engines.append(engine)

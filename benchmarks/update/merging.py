@@ -1,0 +1,103 @@
+"""Result files of several calls as one record: judged, restated where a later call knows better, and added up."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from harts_hf.bench.parity import ROUNDED, judge
+from harts_hf.bench.report import total_of
+from harts_hf.bench.sides import COLLAPSED, PACKED, STOCK, TREE
+
+
+def merge(parts: Sequence[dict[str, Any]], old: dict[str, Any]) -> dict[str, Any]:
+    """Steps of several calls, each as measured last, and a total of each workload and variant in front of them.
+
+    Raises:
+        SystemExit: a step whose parity check fails.
+    """
+    names = ("model", "workload", "step", "variant")
+    steps = {tuple(row[name] for name in names): row for row in old.get("rows", ()) if "step" in row}
+    planted = dict(old.get("planted", {}))
+    for part in parts:
+        for row in part["rows"]:
+            steps[tuple(row[name] for name in names)] = {**row, "commit": row.get("commit", part["commit"])}
+        planted |= part.get("planted", {})
+    for key, row in steps.items():
+        steps[key] = judged_again(row, [one["parity"] for other, one in steps.items() if other[0] == key[0]])
+        if not steps[key]["parity"]["passed"]:
+            raise SystemExit(f"refused: {row['workload']} {row['step']}: {steps[key]['parity']['failures']}")
+    by_model: dict[str, dict[str, float]] = {}
+    for (model, *_), row in steps.items():  # the one step whose baseline was tried in several sizes
+        if len(row["sides"].get(PACKED, {}).get("tried", ())) > 1 and row.get("microbatch_seconds", {}).get(PACKED):
+            by_model[model] = row["microbatch_seconds"]
+    by_workload: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for (model, workload, _, variant), row in sorted(steps.items(), key=lambda item: str(item[0])):
+        own = restated(row, by_model.get(model, {}))
+        by_workload.setdefault((model, workload, variant), []).append(own)
+    totals = [
+        {**total_of(rows), "variant": variant, "commits": sorted({row["commit"] for row in rows})}
+        for (_, _, variant), rows in by_workload.items()
+    ]
+    last = parts[-1]
+    return {
+        "device": last["device"],
+        "versions": last["versions"],
+        "commit": last["commit"],
+        "failures": {key: value for part in parts for key, value in part["failures"].items()},
+        "planted": planted,
+        "rows": [*totals, *(row for rows in by_workload.values() for row in rows)],
+    }
+
+
+def judged_again(row: dict[str, Any], parities: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """With the limits of today, which may be others than when it was measured.
+
+    Args:
+        row: of a step.
+        parities: of all steps of its model: where it lacks a measure of roundings, it is lent the smallest of these.
+    """
+    parity = row["parity"]
+    differences, from_packed, lent = dict(parity["differences"]), dict(parity["from_packed"]), {}
+    rounded = [value for one in parities for name, value in one["differences"].items() if name.endswith(ROUNDED)]
+    halves = [value for one in parities for name, value in one["from_packed"].items() if name.startswith(PACKED)]
+    if parity["reference"].startswith(STOCK) and not any(name.endswith(ROUNDED) for name in differences) and rounded:
+        least = min(rounded, key=lambda one: one["gradients"])
+        differences[f"another step{ROUNDED}"] = least
+        lent["gradients"] = least["gradients"]
+    if not any(name.startswith(PACKED) for name in from_packed) and halves:
+        from_packed[f"{PACKED} of another step"] = lent["sharing"] = min(halves)
+    limits, failures = judge(
+        differences, from_packed, parity["flips"], torch.bfloat16, reference=parity["reference"]
+    )  # fmt: skip
+    found = {**parity, "limits": limits, "failures": failures, "passed": not failures}
+    return {**row, "parity": {**found, "lent": lent} if lent else found}
+
+
+def restated(row: dict[str, Any], microbatch_seconds: Mapping[str, float]) -> dict[str, Any]:
+    """With the seconds of a microbatch that another step of the model told, where this one told none.
+
+    Args:
+        row: of a step; one without an ideal, or with such seconds of its own, stays as it is.
+        microbatch_seconds: by baseline; the one without sharing speaks for the one that collapses, too.
+    """
+    constant = microbatch_seconds.get(PACKED)
+    if not constant:
+        return row
+    found = dict(row)
+    for kind, suffix, baseline in ((PACKED, "", "baseline"), (COLLAPSED, "_collapsed", "collapsed")):
+        if f"ideal_seconds{suffix}" not in row or row["microbatch_seconds"].get(kind):
+            continue
+        own, tree = (row["sides"][one]["microbatches"][row["sides"][one]["setting"]] for one in (kind, TREE))
+        seconds, ratio = dict(row[f"ideal_seconds{suffix}"]), row[f"work_ratios{suffix}"]["rows"]
+        rows = seconds["rows"] * ratio  # of the baseline, with its microbatches
+        constants = min(constant * own, rows)
+        seconds |= {"rows": (rows - constants) / ratio, "microbatches": constants / own * tree}
+        total = sum(seconds.values())
+        found |= {
+            "microbatch_seconds": {**found["microbatch_seconds"], kind: constant},
+            f"ideal_seconds{suffix}": seconds,
+            f"ideal{suffix}": row[f"{baseline}_seconds"] / total,
+            f"efficiency{suffix}": total / row["seconds"],
+        }
+    return found

@@ -1,0 +1,55 @@
+"""A record as tables of Markdown, as docs/performance.md has them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+TOTALS = (
+    "| rollouts | steps | tokens / unique | ratio | tree | best without sharing | | ideal, reached | "
+    "nested collapsed | stock TRL | planning | memory |",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|",
+)
+STEPS = (
+    "| group | samples | tokens / unique | ratio | tree | without sharing | | ideal, reached | stock TRL | |",
+    "|---|---|---|---|---|---|---|---|---|---|",
+)
+
+
+def totals(record: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each workload and variant."""
+    for row in record["rows"]:
+        if "step" in row:
+            continue
+        mark = {name: "*" if name in row["scaled"] else "" for name in ("baseline", "stock", "collapsed")}
+        memory = f"{row['peak_memory'] / 1e9:.0f} / {row['baseline_peak_memory'] / 1e9:.0f} GB"
+        name = row["workload"] if row["variant"] == "plain" else f"{row['workload']}, {row['variant']}"
+        yield _line(
+            f"`{name}`", row["steps"], f"{row['tokens']:,} / {row['unique_tokens']:,}", f"{row['sharing_ratio']:.2f}",
+            _seconds(row["seconds"]), f"{_seconds(row['baseline_seconds'])}{mark['baseline']}",
+            f"**{row['speedup']:.2f}x**", f"{row['ideal']:.2f}x, {row['efficiency']:.2f}",
+            f"{row['speedup_collapsed']:.2f}x{mark['collapsed']}" if "speedup_collapsed" in row else "",
+            f"**{row['speedup_stock']:.1f}x**{mark['stock']}" if "speedup_stock" in row else "",
+            f"{row['planner_share']:.1%}", memory,
+        )  # fmt: skip
+
+
+def steps(record: Mapping[str, Any], workload: str) -> Iterator[str]:
+    """A line for each step of one group, in order."""
+    found = [row for row in record["rows"] if row.get("step") is not None and row["workload"] == workload]
+    for row in sorted(found, key=lambda row: row["step"]):
+        has_ideal = "ideal" in row
+        yield _line(
+            row["step"], row["trajectories"], f"{row['tokens']:,} / {row['unique_tokens']:,}",
+            f"{row['sharing_ratio']:.1f}", _seconds(row["seconds"]),
+            _seconds(row["baseline_seconds"]) if has_ideal else "", f"{row['speedup']:.2f}x" if has_ideal else "",
+            f"{row['ideal']:.2f}x, {row['efficiency']:.2f}" if has_ideal else "",
+            _seconds(row["stock_seconds"]) if "stock_seconds" in row else "",
+            f"{row['speedup_stock']:.1f}x" if "stock_seconds" in row else "",
+        )  # fmt: skip
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s"
+
+
+def _line(*cells: Any) -> str:
+    return f"| {' | '.join(map(str, cells))} |".replace("|  |", "| |").replace("|  |", "| |")

@@ -1,0 +1,150 @@
+"""Whether all sides train the same: a step of each on some or all trajectories, and the verdict on their gradients.
+
+In a mixture of experts a rounding may make a router choose another expert, and then gradients of right kernels have
+little in common. There all sides are told which experts to take (:mod:`harts_hf.bench.same_routes`).
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from harts_hf.bench import sides
+from harts_hf.bench.parity import (
+    ROUNDED,
+    Parity,
+    StepResult,
+    differences_of,
+    judge,
+    relative_difference,
+    sketch_gradients,
+)
+from harts_hf.bench.rollouts import StepRollouts
+from harts_hf.bench.same_routes import ReplayInStock, RoundedAgain, record_routes
+from harts_hf.bench.sides import PACKED, TREE, Setting, Side, build_side
+from harts_hf.modeling import find_routers
+from harts_hf.trainers import TreeGRPOConfig
+
+SMALLEST = 64  # tokens of a microbatch
+_FLIPS = "tree/engine_routing_flips"
+
+
+class Comparison:
+    """Steps of all sides on the same rows and weights.
+
+    Args:
+        model: unpatched, on its device.
+        rollouts: that are compared.
+        args: of all sides.
+        tokenizer: of the trainers.
+        optimizer: as for :func:`harts_hf.bench.sides.build_side`.
+        old_log_probs: whether TRL scores old log-probs in each step.
+        progress: is told what is done at the moment.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rollouts: StepRollouts,
+        args: TreeGRPOConfig,
+        tokenizer: Any,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        old_log_probs: bool = False,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.model, self.rollouts, self.args, self.tokenizer = model, rollouts, args, tokenizer
+        self.optimizer, self.old_log_probs, self.progress = optimizer, old_log_probs, progress
+
+    def verdict(self, chosen: Sequence[Setting], budget: int, dtype: torch.dtype) -> Parity:
+        """The verdict.
+
+        Args:
+            chosen: what is timed: stock trainers are compared if they are among these.
+            budget: of a microbatch of this package's sides that are not.
+            dtype: that the model computes in.
+        """
+        settings = settings_compared(chosen, self.rollouts, budget)
+        known = self.rollouts
+        own: dict[str, dict[str, float]] = {}
+        if find_routers(self.model):
+            tree = next(setting for setting in settings if setting.kind == TREE)
+            once = list({setting.kind: setting for setting in reversed(settings)}.values())[::-1]
+            free = {setting.label: self._step(setting, self.rollouts)[0] for setting in once}
+            own = differences_of(free, once[0].label)
+            self.progress("noting routes")
+            known = record_routes(
+                self.model, self.rollouts, self.args, self.tokenizer, size=tree.size, optimizer=self.optimizer
+            )
+        results: dict[str, StepResult] = {}
+        flips: dict[str, float] = {}
+        for setting in settings:
+            results[setting.label], part = self._step(setting, known)
+            flips |= {} if part is None else {setting.label: part}
+            if setting.kind in sides.STOCK_KINDS:
+                results[setting.label + ROUNDED], _ = self._step(setting, known, rounded=True)
+        packed = results[next(setting.label for setting in settings if setting.kind == PACKED)]
+        from_packed = {
+            name: relative_difference(result.sketch, packed.sketch)
+            for name, result in results.items()
+            if name.startswith((PACKED, TREE)) and result is not packed
+        }
+        reference = settings[0].label
+        differences = differences_of(results, reference)
+        limits, failures = judge(differences, from_packed, flips, dtype, reference=reference)
+        return Parity(
+            reference=reference, differences=differences, from_packed=from_packed, limits=limits, failures=failures,
+            tokens=known.num_tokens, trajectories=len(known.token_ids),
+            routes="own" if known.routes is None else "same", flips=flips, own_routes=own,
+        )  # fmt: skip
+
+    def _step(
+        self, setting: Setting, rollouts: StepRollouts, *, rounded: bool = False
+    ) -> tuple[StepResult, float | None]:
+        """What a step came to, and the part of its routers' choices that would be others than told."""
+        routes = rollouts.routes
+        on = "" if routes is None else " on the same routes"
+        self.progress(f"comparing {setting.label}{ROUNDED * rounded}{on}")
+        side = build_side(
+            setting, self.model, rollouts, self.args, self.tokenizer, optimizer=self.optimizer,
+            old_log_probs=self.old_log_probs,
+        )  # fmt: skip
+        # On a copy of the modules that is dropped with the side.
+        replay = None
+        if routes is not None and setting.kind in sides.STOCK_KINDS:
+            replay = ReplayInStock(side.trainer.model, rollouts.token_ids, routes)
+        if rounded:
+            RoundedAgain(side.trainer.model)
+        result = compared_step(side)
+        flips = None if routes is None else side.log[_FLIPS] if replay is None else replay.flips
+        del side, replay
+        gc.collect()  # trainers are cycles, with tables on the GPU
+        return result, flips
+
+
+def compared_step(side: Side) -> StepResult:
+    """One step, and what it came to."""
+    sketches: list[dict[str, torch.Tensor]] = []
+    side.clock.on_gradients = lambda: sketches.append(sketch_gradients(side.trainer.model))
+    try:
+        log = side.step()
+    finally:
+        side.clock.on_gradients = None
+    return StepResult(sketch=sketches[0], grad_norm=log.get("grad_norm"), loss=log["loss"], entropy=log["entropy"])
+
+
+def settings_compared(chosen: Sequence[Setting], rollouts: StepRollouts, budget: int) -> list[Setting]:
+    """Stock TRL if it was chosen; without padding, and the tree, in one microbatch or few and in half as large ones.
+
+    TRL's means over a batch's rows depend on which rows are in it, and rows that fill a batch up change the
+    advantages' scale, so stock trainers are compared in batches of one row.
+    """
+    size_of = {setting.kind: setting.size for setting in chosen}
+    stock = [Setting(kind=kind, size=1) for kind in sides.STOCK_KINDS if kind in size_of][:1]
+    found = []
+    for kind, rows in ((PACKED, rollouts.num_tokens), (TREE, rollouts.tree.num_tokens)):
+        size = max(SMALLEST, min(size_of.get(kind, budget), rows))
+        found += [Setting(kind=kind, size=size), Setting(kind=kind, size=max(SMALLEST, size // 2))]
+    return [*stock, *dict.fromkeys(found)]

@@ -1,0 +1,93 @@
+"""Steps that are compared: right ones agree, and a bug of the tree or of all kernels is seen, in bfloat16 too."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support import planted
+from support.models import VOCAB, tiny_model
+
+from harts_hf.bench import comparing
+from harts_hf.bench.rollouts import StepRollouts
+from harts_hf.bench.sides import Setting, common_arguments
+from harts_hf.bench.subject import word_tokenizer
+from harts_hf.modeling import forwards
+from harts_hf.rollouts.shapes import shape_group
+
+# A trajectory ends inside another, and one is there twice.
+SHAPE = {"parent": [-1, 0, 0, 1, 1], "length": [70, 40, 30, 35, 50], "sample_node": [3, 2, 1, 3, 4]}
+
+
+def verdict(family, dtype, *, checkpointing=False):
+    """Of all sides on a tiny model."""
+    is_low = dtype == torch.bfloat16
+    args = common_arguments(
+        bf16=is_low, use_cpu=True, optim="sgd", dataloader_pin_memory=False, router_aux_loss_coef=0.0,
+        activation_checkpointing=checkpointing, activation_checkpointing_kwargs={"use_reentrant": False},
+    )  # fmt: skip
+    rollouts = StepRollouts.of([shape_group(SHAPE, "a")], vocab_size=VOCAB)
+    comparison = comparing.Comparison(tiny_model(family, dtype=dtype), rollouts, args, word_tokenizer())
+    return comparison.verdict([Setting(kind="stock", size=1)], 512, dtype)
+
+
+@pytest.mark.slow
+def test_experts_that_all_sides_are_told(monkeypatch):
+    """Drawn at random, they are taken by stock TRL, without sharing and on the tree: their gradients agree."""
+    record = comparing.record_routes
+
+    def drawn(*args, **kwargs):
+        known = record(*args, **kwargs)
+        by_path: dict[bytes, np.ndarray] = {}  # the same for tokens that trajectories share
+        rng = np.random.default_rng(0)
+        routes = []
+        for ids, noted in zip(known.token_ids, known.routes, strict=True):
+            rows = [
+                by_path.setdefault(
+                    ids[: end + 1].tobytes(), rng.permuted(np.tile(np.arange(8), (2, 1)), axis=1)[:, :2]
+                )
+                for end in range(len(ids))
+            ]
+            assert noted.shape == (len(ids), 2, 2)
+            routes.append(np.stack(rows).astype(np.int16))
+        return replace(known, routes=tuple(routes))
+
+    monkeypatch.setattr(comparing, "record_routes", drawn)
+    found = verdict("bailing_hybrid", torch.float32, checkpointing=True)
+    # Rounding, seen up to 3e-6; of 8 experts a router would take another two.
+    assert all(0 < one["gradients"] < 2e-5 for one in found.differences.values())
+    assert all(0.5 < part < 0.95 for part in found.flips.values()) and len(found.flips) == 5
+    assert len(found.failures) == 5 and all("experts otherwise" in failure for failure in found.failures)
+
+
+def halved_logprobs(monkeypatch):
+    """Log-probs whose gradients are half of what they should be, in all kernels of this package."""
+    function = forwards.token_logprobs
+
+    def halved(*args, **kwargs):
+        found = function(*args, **kwargs)
+        return found._replace(log_prob=0.5 * (found.log_prob + found.log_prob.detach()))
+
+    monkeypatch.setattr(forwards, "token_logprobs", halved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (None, None),
+        (planted.conv_over_branches, "sharing moves the gradient of tree 225 by"),
+        (halved_logprobs, "gradients of packed 512 differ from stock 1's by"),
+    ],
+)
+def test_a_mixture_of_experts_in_bfloat16(plant, message, monkeypatch):
+    """Where routers choose for themselves, right gradients are 12 % apart; on the same routes 3 %, and bugs show."""
+    if plant is not None:
+        plant(monkeypatch)
+    found = verdict("qwen3_5_moe_text", torch.bfloat16)
+    assert found.passed is (plant is None) and found.routes == "same"
+    if plant is None:
+        told, own = found.differences["packed 512"]["gradients"], found.own_routes["packed 512"]["gradients"]
+        assert told < 0.05 < own and found.from_packed["tree 225"] < told
+    else:
+        assert any(message in failure for failure in found.failures), found.failures
