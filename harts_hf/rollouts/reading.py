@@ -79,7 +79,9 @@ class Reading:
             raise RolloutFileError(f"{self._path}: expected at least one trajectory, got {what}")
         if self._ignored:
             names = ", ".join(sorted(self._ignored))
-            warnings.warn(HartsWarning(f"{self._path}: keys that are not read: {names}"), stacklevel=4)
+            one_group = self._has_groups is False
+            hint = " (all rows are one group; --group-key, or group_key, names a key of theirs)" if one_group else ""
+            warnings.warn(HartsWarning(f"{self._path}: keys that are not read: {names}{hint}"), stacklevel=4)
         tally = self._sampler.tally
         lost = tally.notes[LOST_THOUGHTS]
         if lost:

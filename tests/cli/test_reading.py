@@ -30,7 +30,8 @@ def test_what_was_made_of_conversations_is_said(rollouts, tokenizer, tmp_path, c
     assert main(["plan", rollouts, "--tokenizer", tokenizer, "--json", str(tmp_path / "out.json")]) == 0
     captured = capsys.readouterr()
     assert "9 samples of 3 conversations (messages), one per turn" in captured.out
-    assert captured.err == f"harts: warning: {rollouts}: keys that are not read: task\n"
+    hint = "(all rows are one group; --group-key, or group_key, names a key of theirs)"
+    assert captured.err == f"harts: warning: {rollouts}: keys that are not read: task {hint}\n"
     unique = trie_size([before + own for before, own in turn_texts(MESSAGES, TURNS)])
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["total"]["unique"] == unique and content["total"]["trajectories"] == 9
