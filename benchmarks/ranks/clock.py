@@ -13,6 +13,7 @@ from unittest.mock import patch as replaced
 import torch
 from transformers import TrainerCallback
 
+from benchmarks.gathering import of_ranks
 from benchmarks.ranks.jobs import Step
 from benchmarks.ranks.models import trained
 from benchmarks.ranks.sketches import Sketch, gradient_of, sketch, value_of
@@ -21,15 +22,6 @@ from harts_hf.runtime import WindowRun
 
 RUNS = ("score", "backward", "backward_unscored")  # of WindowRun: all of a step's forwards and backwards
 LATE = 2  # the step in which a process is killed
-
-
-def of_ranks(values: Any) -> list[Any]:
-    """What every rank has; a collective."""
-    if not torch.distributed.is_initialized():
-        return [values]
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, values)
-    return found
 
 
 class Steps(TrainerCallback):

@@ -1,9 +1,6 @@
-"""Whether all sides trained the same: sketches of gradients, small enough to keep, and what they say.
+"""Whether all sides trained the same: sketches of gradients (:mod:`harts_hf.bench.sketching`), and what they say.
 
-A sketch adds a gradient's entries up, each with a random sign, in a few buckets. The squared difference of two
-sketches is an unbiased estimate of that of the gradients (Charikar, Chen and Farach-Colton, 2002: the count
-sketch), whose relative error shrinks with the number of buckets and of parameters. So gradients of any model are
-compared without a second copy of them.
+So gradients of any model are compared without a second copy of them.
 """
 
 import math
@@ -14,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from harts_hf.bench.sketching import sketch_of
+
 BUCKETS = 256
 _PACKED = "packed"  # how names of sides without sharing begin
-_PIECE = 2**24  # entries whose signs are drawn at a time
 ROUNDED = ", rounded again"  # behind the name of a side whose layers' answers were rounded once more
 # Kernels of another kind may move the gradient by this much of what rounding every layer's answer once more does to
 # it. Seen on tiny models of all families: 0.6 to 1.6 in bfloat16, 1.2 to 2.3 in float32.
@@ -97,15 +95,8 @@ def sketch_gradients(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]
     """``[BUCKETS]`` float64 by trainable parameter, on the CPU; the same signs for the same seed and device."""
     found = {}
     for number, (name, parameter) in enumerate((n, p) for n, p in model.named_parameters() if p.requires_grad):
-        total = torch.zeros(BUCKETS, dtype=torch.float64, device=parameter.device)
-        if parameter.grad is not None:
-            generator = torch.Generator(parameter.device).manual_seed(seed + number)
-            for piece in parameter.grad.detach().flatten().split(_PIECE):
-                signs = torch.randint(0, 2, piece.shape, generator=generator, device=piece.device, dtype=torch.int8)
-                signed = torch.where(signs.bool(), piece, -piece).float()
-                padded = torch.nn.functional.pad(signed, (0, -len(signed) % BUCKETS))
-                total += padded.view(-1, BUCKETS).sum(0, dtype=torch.float64)
-        found[name] = total.cpu()
+        gradient = torch.zeros(1) if parameter.grad is None else parameter.grad
+        found[name] = sketch_of(gradient, buckets=BUCKETS, seed=seed + number)
     return found
 
 

@@ -146,19 +146,28 @@ def _in_words(options: argparse.Namespace, dtype: str) -> str:
 def _measure(options: argparse.Namespace, subject: "Subject", bench: "BenchOptions", about: dict[str, Any]) -> bool:
     from harts_hf.bench.measure import measure_step
     from harts_hf.bench.plot import plot_rows
+    from harts_hf.bench.progress import Progress, guess_of_step, in_words, size_in_words
     from harts_hf.bench.report import NOTES, row_of, table_of, total_of
     from harts_hf.bench.rollouts import steps_of
 
     rows: list[dict[str, Any]] = []
     result = {**about, "notes": NOTES, "sampling_seconds": subject.sampling_seconds, "rows": rows}
-    for groups in steps_of(subject.groups, options.groups_per_step):
+
+    def say(text: str) -> None:
+        print(f"harts bench: {text}", file=sys.stderr, flush=True)
+
+    steps = steps_of(subject.groups, options.groups_per_step)
+    for number, groups in enumerate(steps, 1):
         rollouts = subject.rollouts(groups, seed=options.seed, labels=options.labels)
+        progress = Progress(bench, rollouts, say, guess_of_step(subject.model, rollouts))
+        say(f"the step of {counted(len(groups), 'group')} ({number} of {len(steps)}): {size_in_words(rollouts)}")
+        say(
+            f"up to {progress.num_steps} runs of it, very roughly {in_words(progress.seconds_left)} "
+            "(fewer --sides, --batch-sizes, --budgets, --steps take less)"
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of TRL and Transformers, again for every side
-            measured = measure_step(
-                subject.model, rollouts, subject.args, subject.tokenizer, bench,
-                progress=lambda text: print(f"harts bench: {text}", file=sys.stderr, flush=True),
-            )  # fmt: skip
+            measured = measure_step(subject.model, rollouts, subject.args, subject.tokenizer, bench, progress=progress)
         row = row_of(measured, model=subject.name, workload=subject.workload, old_log_probs=bench.old_log_probs)
         rows.append(row)
         print(f"\n{printable_lines(table_of(row))}", flush=True)

@@ -50,7 +50,7 @@ def add_rollouts(parser: argparse.ArgumentParser, *, tokenizer: str) -> None:
 
 
 def read_rollouts(options: argparse.Namespace, tokenizer: Any) -> RolloutFile:
-    """The file that :func:`add_rollouts` asked for; its warnings go to stderr, a line each."""
+    """The file that :func:`add_rollouts` asked for; its warnings and hints go to stderr, a line each."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HartsWarning)
         file = read_rollout_file(
@@ -63,6 +63,8 @@ def read_rollouts(options: argparse.Namespace, tokenizer: Any) -> RolloutFile:
     for warning in caught:
         if issubclass(warning.category, HartsWarning):
             print(f"harts: warning: {printable_lines(warning.message)}", file=sys.stderr)
+    if file.group_hint is not None:
+        print(f"harts: {printable(options.rollouts)}: {printable(file.group_hint)}", file=sys.stderr)
     return file
 
 

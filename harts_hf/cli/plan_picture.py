@@ -25,6 +25,7 @@ from harts_hf.rollouts.plot import draw_rewards, draw_segments, num_lines
 BEFORE, AFTER, KEPT = "0.62", "#1b9e77", "#e6550d"
 OP_COLOURS = {"S": "#edae49", "F": "#30638e", "B": "#d1495b"}
 OP_NAMES = {"S": "forward, for log-probs only", "F": "forward", "B": "backward"}
+STATES_NAME = "forward, for states only"  # a trunk whose graph does not stay
 DUMMY_COLOUR = "0.88"
 DUMMY_NAME = "filler (one token)"
 KEPT_NAME = "kept for later microbatches"
@@ -148,7 +149,8 @@ def draw_schedule(axes: Axes, schedule: Schedule, *, of_steps: int = 1) -> None:
     drawn = {kind for kind, _ in schedule.ops(0)}
     for kind, colour in OP_COLOURS.items():
         if kind in drawn:
-            axes.broken_barh([], (0, 1), facecolors=colour, label=OP_NAMES[kind])
+            name = STATES_NAME if kind == "S" and schedule.execution == "nested" else OP_NAMES[kind]
+            axes.broken_barh([], (0, 1), facecolors=colour, label=name)
     if any(index < 0 for rank in range(world_size) for _, index in schedule.ops(rank)):
         axes.broken_barh([], (0, 1), facecolors=DUMMY_COLOUR, label=DUMMY_NAME)
     axes.set_ylim(world_size - 0.5, -0.5)

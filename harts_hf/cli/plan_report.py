@@ -102,7 +102,7 @@ class PlanReport:
         drawn: index of the longest step.
         gain: over all of them.
         row_bytes: that the gain's memory was estimated with.
-        scores: whether the steps score before their losses.
+        scores: whether the steps need log-probs before their losses.
         raised: limits that no schedule of some step could meet, in words; these steps are planned with larger ones.
     """
 
@@ -136,7 +136,7 @@ class PlanReport:
             "max_tokens_per_microbatch": longest.config.max_tokens_per_microbatch,
             "steps": len(schedules),
             "execution": longest.execution,
-            "scores": self.scores,
+            "scores": self.scores and any(schedule.scoring_tokens for schedule in schedules),
             "limits_raised": list(self.raised),
             "microbatches": sum(len(schedule.microbatches) for schedule in schedules),
             **{name: all_of(name) for name in ("forward_tokens", "backward_tokens", "replay_tokens")},

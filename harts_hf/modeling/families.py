@@ -141,10 +141,10 @@ def _refuse_lightning(config: Any) -> None:
         )
 
 
-_QWEN = {"RMSNorm": centred_norm, "RMSNormGated": gated_output_norm, "MLP": mlp}
-_QWEN_MOE = {**_QWEN, "Experts": grouped_experts}
-_OLMO = {"RMSNorm": olmo_norm, "RMSNormGated": gated_output_norm, "MLP": mlp}
-_KIMI = {
+_QWEN: dict[str, Forward] = {"RMSNorm": centred_norm, "RMSNormGated": gated_output_norm, "MLP": mlp}
+_QWEN_MOE: dict[str, Forward] = {**_QWEN, "Experts": grouped_experts}
+_OLMO: dict[str, Forward] = {"RMSNorm": olmo_norm, "RMSNormGated": gated_output_norm, "MLP": mlp}
+_KIMI: dict[str, Forward] = {
     "RMSNorm": llama_norm,
     "RMSNormGated": kimi_output_norm,
     "MLP": mlp,

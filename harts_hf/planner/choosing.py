@@ -61,7 +61,8 @@ def plan_step(
     Args:
         tree: of all trajectories of the step.
         config: with as many ranks as the training has.
-        can_skip_scoring: whether the loss's derivatives can be known before any log-prob is.
+        can_skip_scoring: whether the loss's derivatives can be known before any log-prob is. Where no rank has more
+            than one microbatch nothing is scored apart: its forward is the one that its backward uses.
         on_raised: told about limits that no schedule of these trajectories can meet, and that are raised.
     """
     ranks = config.world_size
@@ -69,7 +70,16 @@ def plan_step(
     rows = -(-tree.num_tokens // ranks)
     configs = [with_execution_chosen(config, can_skip_scoring=skips, num_rows=rows) for skips in tries]
     schedules = [_plan_raised(tree, one, on_raised) for one in configs]
+    if not can_skip_scoring and config.execution == "auto" and _is_whole(schedules[0]):
+        whole = _plan_raised(tree, replace(configs[0], execution="nested"), on_raised)
+        if _is_whole(whole):
+            return whole
     return min(schedules, key=lambda schedule: schedule.estimated_seconds)
+
+
+def _is_whole(schedule: Schedule) -> bool:
+    ranks = [microbatch.rank for microbatch in schedule.microbatches]
+    return len(set(ranks)) == len(ranks)
 
 
 def _plan_raised(tree: RolloutTree, config: PlannerConfig, on_raised: Callable[[LimitError], None]) -> Schedule:

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from harts_hf.errors import HartsWarning, RolloutFileError
 from harts_hf.rollouts import fields
+from harts_hf.rollouts.group_keys import GroupKeys
 from harts_hf.rollouts.readers import SHAPE_KEYS, Form, form_of_name, recognise
-from harts_hf.rollouts.readers.conversation import Conversation, Thread
+from harts_hf.rollouts.readers.conversation import Conversation, Thread, keys_of
 from harts_hf.rollouts.readers.messages import read as read_messages
 from harts_hf.rollouts.readers.samples import LOST_THOUGHTS, MEDIA, Sampler
 from harts_hf.rollouts.recorded import Rollout, RolloutFile, RolloutGroup
@@ -38,6 +39,7 @@ class Reading:
         self._form: Form | None = None if form is None else form_of_name(form)
         self._samples_per = samples_per
         self._group_key = group_key
+        self._group_keys = GroupKeys()
         self._sampler = Sampler(tokenizer, samples_per)
         self._rollouts: dict[str, list[Rollout]] = {}
         self._shapes: list[RolloutGroup] = []
@@ -79,9 +81,7 @@ class Reading:
             raise RolloutFileError(f"{self._path}: expected at least one trajectory, got {what}")
         if self._ignored:
             names = ", ".join(sorted(self._ignored))
-            one_group = self._has_groups is False
-            hint = " (all rows are one group; --group-key, or group_key, names a key of theirs)" if one_group else ""
-            warnings.warn(HartsWarning(f"{self._path}: keys that are not read: {names}{hint}"), stacklevel=4)
+            warnings.warn(HartsWarning(f"{self._path}: keys that are not read: {names}"), stacklevel=4)
         tally = self._sampler.tally
         lost = tally.notes[LOST_THOUGHTS]
         if lost:
@@ -106,6 +106,8 @@ class Reading:
             num_conversations=tally.conversations,
             samples_per=self._samples_per,
             notes={note: number for note, number in tally.notes.items() if number},
+            names_groups=bool(self._shapes) or self._has_groups is not False,
+            likely_group_keys={} if self._shapes or self._has_groups else self._group_keys.likely(),
         )
 
     def _is_own(self, row: Any) -> bool:
@@ -140,11 +142,13 @@ class Reading:
             (conversation,) = read_messages(row)
             if self._is_one_sample(row, conversation):
                 tokens, mask = self._sampler.whole(conversation)
+                self._group_keys.add(row)
                 self._append(row, row, _rollout(row, tokens.tolist(), mask, episode=self._episode(row)))
             else:
                 self._add_conversation(conversation, row)
         else:
             episode = None if row.get("episode") is None else self._episode(row)
+            self._group_keys.add(row)
             self._append(row, row, _rollout(row, row["token_ids"], None, episode=episode))
 
     def _is_one_sample(self, row: Mapping[str, Any], conversation: Conversation) -> bool:
@@ -154,6 +158,7 @@ class Reading:
         return per_token
 
     def _add_conversation(self, conversation: Conversation, row: Any) -> None:
+        self._group_keys.add(conversation.source, row)
         episode = self._episode(row if isinstance(row, dict) else {})
         advantage = row.get("advantage") if isinstance(row, dict) else None
         for token_ids, mask in self._sampler.samples(conversation):
@@ -175,7 +180,9 @@ class Reading:
         if self._group_key is not None:
             found = [value for source in sources if (value := _at_key(source, self._group_key)) is not None]
             if not found:
-                raise ValueError(f"expected the group key {self._group_key!r}, got none")
+                raise ValueError(
+                    f"expected the group key {self._group_key!r}, got none; keys are {keys_of(sources[-1])}"
+                )
             group = found[0]
         has_group = group is not None
         if self._has_groups is None:

@@ -72,6 +72,8 @@ class RolloutFile:
         num_conversations: how many were turned into samples; 0 where rows have token ids.
         samples_per: ``"turn"`` or ``"conversation"``.
         notes: what of the conversations did not become a sample, by name, and how often.
+        names_groups: whether rows say their group; otherwise the file is one.
+        likely_group_keys: where they do not: keys that may say it, with the number of groups that they would make.
     """
 
     groups: list[RolloutGroup]
@@ -79,6 +81,26 @@ class RolloutFile:
     num_conversations: int = 0
     samples_per: str = "turn"
     notes: Mapping[str, int] = field(default_factory=dict)
+    names_groups: bool = True
+    likely_group_keys: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_rollouts(self) -> int:
+        """Episodes; a trajectory of none is one by itself."""
+        return sum(
+            len({place if one.episode is None else (one.episode,) for place, one in enumerate(group.rollouts)})
+            for group in self.groups
+        )
+
+    @property
+    def group_hint(self) -> str | None:
+        """What to tell a person whose several rollouts are one group because no row says which it is of."""
+        rollouts = self.num_rollouts
+        if self.names_groups or rollouts < 2:
+            return None
+        likely = [f"{key} makes {number:,} groups" for key, number in self.likely_group_keys.items()]
+        keys = ", ".join(likely) or "KEY names a key of the rows that does"
+        return f"no row says its group, so all {rollouts:,} rollouts are one group, and one step: --group-key {keys}"
 
     @property
     def summary(self) -> list[str]:

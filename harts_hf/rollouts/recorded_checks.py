@@ -110,10 +110,11 @@ def _check_sizes(
     larger = [f"{name!r} ({size})" for name, size in sizes.items() if most is not None and size > most]
     if larger and recorded.oversized == "error":
         largest = max(sizes.values())
+        whole = "" if len(recorded.groups) > 1 else "; if this one group is a whole file: group_key, a key of its rows"
         raise ValueError(
             f"expected groups of at most {setting}={most} episodes, got larger ones: {named(larger)}. Set "
             f"{setting}={largest} and a per_device_train_batch_size whose product with processes and "
-            f"steps_per_generation is a multiple of it, such as {largest}; or oversized='subsample'"
+            f"steps_per_generation is a multiple of it, such as {largest}; or oversized='subsample'{whole}"
         )
 
 

@@ -54,6 +54,8 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
     _tag_names = ["trl", "ppo", "harts"]  # noqa: RUF012 - TRL's own convention
 
     _config_class = TreePPOConfig
+    # Whether the value's parameters have been put into groups of their own.
+    _has_value_groups = False
 
     def __init__(
         self,
@@ -122,8 +124,9 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
         module = tree.head if tree.value_model is None else tree.value_model
         own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         groups = [set(map(id, group["params"])) for group in optimizer.param_groups]
-        is_known = own <= set().union(*groups)
-        if is_known and (rate is None or any(group and group <= own for group in groups)):
+        # A group of one's own may be there by accident, with the policy's rate: biases of a head under LoRA are one.
+        has_rate = self._has_value_groups and own <= set().union(*(group for group in groups if group <= own))
+        if own <= set().union(*groups) and (rate is None or has_rate):
             return optimizer
         if self.lr_scheduler is not None:
             raise ValueError(
@@ -143,6 +146,7 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
             if rate is not None:
                 options["lr"] = rate
             optimizer.add_param_group({"params": parameters, **options})
+        self._has_value_groups = True
         return optimizer
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:

@@ -15,7 +15,13 @@ from trl.trainer.utils import identity
 from harts_hf.trainers.replacing import replaced
 
 # What of a trainer sees batches as the loader gives them; code of a user's own may want lists.
-SEE_BATCHES = ("training_step", "get_batch_samples", "_get_num_items_in_batch", "_prepare_inputs")
+SEE_BATCHES = (
+    "training_step",
+    "get_batch_samples",
+    "_get_num_items_in_batch",
+    "_prepare_inputs",
+    "get_train_dataloader",
+)
 
 
 class Prompts(Sequence[Any]):

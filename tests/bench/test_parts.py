@@ -15,6 +15,7 @@ from harts_hf.bench.clipping import clipping_of, measure_clipping
 from harts_hf.bench.collapsing import CollapsingPlanner, collapse, is_contained
 from harts_hf.bench.ideal import Work, ideal_step, microbatch_constant
 from harts_hf.bench.parity import judge, relative_difference, sketch_gradients
+from harts_hf.bench.progress import Progress, guess_of_step, in_words, size_in_words
 from harts_hf.bench.report import total_of
 from harts_hf.bench.results import BenchOptions
 from harts_hf.bench.rollouts import LABELS, StepRollouts, steps_of
@@ -42,6 +43,59 @@ def group(rows=ROWS, masks=None, **more) -> RolloutGroup:
 def test_the_command_line_names_what_there_is():
     """It repeats names, so that its help needs no torch."""
     assert tuple(KINDS) == bench_arguments.SIDES and LABELS == bench_arguments.LABELS
+
+
+def test_time_that_is_left():
+    """A guess at first, then what the sides took; larger batches that are not tried any more count no longer."""
+    rows = StepRollouts.of([group()], vocab_size=10)
+    assert size_in_words(rows) == "4 samples, 16 tokens (the longest 5), 7 unique (2.29x)"
+    options = BenchOptions(kinds=("stock", "tree"), batch_sizes=(1, 2, 4), budgets=(4, 64), steps=2)
+    now, said = [0.0], []
+    progress = Progress(options, rows, said.append, guess=16.0, clock=lambda: now[0])
+    # Stock: three settings twice, two timed; the tree: two settings twice, two timed, one for its stages.
+    assert progress.num_steps == 6 + 2 + 4 + 2 + 1
+    assert progress.seconds_left == pytest.approx(8 * 16 + 7 * 7)
+    progress("trying stock 1")
+    now[0] = 64.0  # two runs of 32 s
+    progress("trying stock 2")
+    assert progress.num_steps == 2 + 2 + 7
+    now[0] = 144.0  # of 40 s: the third size is not tried
+    progress("trying tree 4")
+    assert said == [
+        "trying stock 1, about 3 min left",
+        "trying stock 2, about 5 min left",
+        "trying tree 4, about 3 min left",
+    ]
+    assert progress.num_steps == 2 + 5
+    now[0] = 148.0
+    progress("trying tree 64")
+    now[0] = 150.0
+    progress("comparing with stock 1")
+    now[0] = 200.0
+    for number, kind in ((1, "stock 1"), (1, "tree 64"), (2, "stock 1"), (2, "tree 64")):
+        progress(f"step {number} of 2: {kind}")
+        now[0] += 3
+    progress("stages of tree 64")
+    assert progress.num_steps == 0 and said[-2:] == [
+        "step 2 of 2: tree 64, about 6 s left",
+        "stages of tree 64, about 3 s left",
+    ]
+    assert [in_words(seconds) for seconds in (0.2, 89, 90, 5399, 5400)] == [
+        "1 s", "89 s", "2 min", "90 min", "1.5 h",
+    ]  # fmt: skip
+
+
+def test_first_guess_of_a_step():
+    """Four times a forward of the longest row, for each of its lengths that all rows have."""
+    rows, seen = StepRollouts.of([group()], vocab_size=10), []
+
+    class Model(torch.nn.Linear):
+        def forward(self, input_ids, use_cache):
+            seen.append(input_ids.tolist())
+
+    ticks = iter([0.0, 10.0, 12.0])
+    assert guess_of_step(Model(1, 1), rows, clock=lambda: next(ticks)) == 2.0 * 4 * 16 / 5
+    assert seen == [[ROWS[0]]] * 2
 
 
 def test_rows_of_a_step():

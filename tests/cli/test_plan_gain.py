@@ -23,6 +23,9 @@ from harts_hf.modeling.memory import row_bytes
 from harts_hf.planner import DEFAULT_COST, PlannerConfig, plan_step
 from harts_hf.rollouts import plot
 from harts_hf.rollouts.recorded import Rollout, RolloutGroup, tree_of_groups
+from harts_hf.runtime.ops import ops_of
+from harts_hf.runtime.ranks import Ranks
+from harts_hf.runtime.window import TreeWindow
 
 BYTES = RowBytes(kept=1000, running=100, running_prefix=10, source="a model")
 
@@ -78,6 +81,18 @@ def test_steps_of_some_groups():
     assert "9 trajectories of 5 groups, trained once in 3 steps:" in text and "execution in the longest step" in text
     with pytest.raises(ValueError, match="expected --groups-per-step of at least 1, got 0"):
         plan_report(made, CUT, groups_per_step=0)
+
+
+@pytest.mark.parametrize(("rows", "apart"), [(4096, False), (128, True)])
+def test_one_microbatch_is_not_scored_apart(rows, apart):
+    """As in training (`WindowRun`): its forward is the one that its backward uses."""
+    config = PlannerConfig(max_tokens_per_microbatch=rows)
+    skipped, needed = (plan_report(groups(3), config, scores=scores) for scores in (False, True))
+    assert (needed.gain.seconds[1] > skipped.gain.seconds[1]) == apart
+    assert ("scored before the loss" in format_report(needed)) == apart and needed.plan()["scores"] == apart
+    window = TreeWindow(tree_of_groups(groups(3)), replace(config, execution="replay"))
+    ops, num_scoring = ops_of(window, "train", Ranks())
+    assert any(kind == "S" for kind, _ in ops[:num_scoring]) == apart
 
 
 def test_words():

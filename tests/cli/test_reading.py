@@ -1,12 +1,15 @@
 """How commands read files of others: options, what is said of it, warnings."""
 
 import json
+import warnings
 
 import pytest
 from support.chat import byte_tokenizer, trie_size, turn_texts
 from support.forms import FORMS, MESSAGES, TURNS
 
 from harts_hf.cli.main import main
+from harts_hf.errors import HartsWarning
+from harts_hf.rollouts.files import read_rollout_rows
 
 
 @pytest.fixture
@@ -30,8 +33,11 @@ def test_what_was_made_of_conversations_is_said(rollouts, tokenizer, tmp_path, c
     assert main(["plan", rollouts, "--tokenizer", tokenizer, "--json", str(tmp_path / "out.json")]) == 0
     captured = capsys.readouterr()
     assert "9 samples of 3 conversations (messages), one per turn" in captured.out
-    hint = "(all rows are one group; --group-key, or group_key, names a key of theirs)"
-    assert captured.err == f"harts: warning: {rollouts}: keys that are not read: task {hint}\n"
+    assert captured.err == (
+        f"harts: warning: {rollouts}: keys that are not read: task\n"
+        f"harts: {rollouts}: no row says its group, so all 3 rollouts are one group, and one step: "
+        "--group-key task.id makes 2 groups\n"
+    )
     unique = trie_size([before + own for before, own in turn_texts(MESSAGES, TURNS)])
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["total"]["unique"] == unique and content["total"]["trajectories"] == 9
@@ -46,6 +52,30 @@ def test_options_of_reading(rollouts, tokenizer, capsys):
     assert "3 samples of 3 conversations (messages), one per conversation" in captured.out and not captured.err
     table = captured.out.split("calls (ends)\n")[1].splitlines()
     assert table[0].split()[:2] == ["0", "2"] and table[1].split()[:2] == ["1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "hint"),
+    [
+        # Neither what differs in each row, nor what is equal in all, nor what counts attempts.
+        (
+            [{"task": n // 2, "instance_id": n, "question": "a", "trial": n % 2} for n in range(4)],
+            "task makes 2 groups",
+        ),
+        ([{"info": {"problem_id": "ab"[n % 2]}} for n in range(3)], "info.problem_id makes 2 groups"),
+        ([{"task": 1}, {"task": 2}, {"task": 1}, {}], "KEY names a key of the rows that does"),
+        ([{"task": [1]}, {"task": [1]}], "names a key"),
+        ([{"episode": 1, "trial": 0}, {"episode": 1, "trial": 0}], None),
+        ([{"group": 1, "task": n // 2} for n in range(4)], None),
+    ],
+)
+def test_the_key_that_was_likely_forgotten(rows, hint):
+    """Of rows that are one group because none says which it is of; samples of one rollout are no group."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HartsWarning)
+        file = read_rollout_rows([{"token_ids": [1, 2], **row} for row in rows])
+    assert len(file.groups) == 1
+    assert file.group_hint is None if hint is None else hint in file.group_hint
 
 
 def test_one_of_each_is_no_plural(tokenizer, tmp_path, capsys):

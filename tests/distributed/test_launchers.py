@@ -22,14 +22,14 @@ def test_processes_that_know_nothing_of_one_another(tmp_path):
     """In torchrun's environment, without a GPU and without ``use_cpu=True``: the error ends the job."""
     said = r"UnsupportedModelError: expected 2 processes \(WORLD_SIZE\), got one that knows of no other"
     with pytest.raises(AssertionError, match=said):
-        run_processes(SCRIPT, tmp_path, "trainer", timeout=120)
+        run_processes(SCRIPT, tmp_path, "trainer")
 
 
 @pytest.mark.distributed
 def test_a_launcher_that_starts_one(tmp_path):
     """Accelerate starts a single process for MULTI_CPU: a trainer warns, `harts train` of two processes refuses and
     says what starts two."""
-    done = launch(SCRIPT, tmp_path, "trainer", "command", launcher=ACCELERATE_CPU, timeout=120)
+    done = launch(SCRIPT, tmp_path, "trainer", "command", launcher=ACCELERATE_CPU)
     warned = "HartsWarning: accelerate launch set an address for several processes and started one"
     assert warned in done.stderr, done.stderr[-2000:]
     assert "expected 2 processes (num_processes), got 1: start them with `accelerate launch" in done.stderr

@@ -1,5 +1,7 @@
 """Outputs beside log-probs: a value head on every row, a router's sums; against the unpatched model in float64."""
 
+from functools import cache
+
 import pytest
 import torch
 from support.models import FAMILIES, VOCAB, tiny_model
@@ -35,11 +37,16 @@ def planner(execution):
     return PlannerConfig(max_tokens_per_microbatch=64, sharing="always", execution=execution)
 
 
-def with_critic(family, *outputs):
-    """A float64 model with a value head, patched."""
+def stock(family):
+    """A float64 model with a value head, the same at each call."""
     model = tiny_model(family, dtype=torch.float64)
     model.critic = nn.Linear(model.config.hidden_size, 1, dtype=torch.float64)
-    patch(model)
+    return model
+
+
+def with_critic(family, *outputs):
+    """That model, patched."""
+    model = patch(stock(family))
     for output in outputs:
         add_output(model, output)
     return model
@@ -49,6 +56,20 @@ def value_weights(trajectories):
     """[L] each: of every token, the first and the last included."""
     generator = torch.Generator().manual_seed(4)
     return [torch.randn(len(row), generator=generator, dtype=torch.float64) for row in trajectories]
+
+
+@cache
+def values_of_trajectories(family):
+    """Values of :func:`rows` one at a time by the unpatched model, and the gradients of their weighed sum."""
+    model, trajectories, values = stock(family), rows(), []
+    pairs = zip(random_weights(trajectories, torch.float64), value_weights(trajectories), strict=True)
+    with float64_everywhere(model):
+        for row, (weight, of_value) in zip(trajectories, pairs, strict=True):
+            hidden = model.model(input_ids=torch.from_numpy(row)[None], use_cache=False).last_hidden_state[0]
+            value = model.critic(hidden)[:, 0]
+            ((trajectory_log_probs(model, row) * weight).sum() + (value * of_value).sum()).backward()
+            values.append(value.detach())
+    return values, gradients(model)
 
 
 @pytest.mark.essential("qwen3_5_text-replay-False")
@@ -69,17 +90,28 @@ def test_values_of_rows(family, execution, checkpointing):
         log_probs = [found["log_prob"][path[1:]] for path in paths]
         pairs = [*zip(log_probs, weights, strict=True), *zip(values, of_values, strict=True)]
         sum((value * weight).sum() for value, weight in pairs).backward()
-        got = gradients(model)
-        model.zero_grad()
-        unpatch(model)
-        expected_values = []
-        for row, weight, of_value in zip(trajectories, weights, of_values, strict=True):
-            hidden = model.model(input_ids=torch.from_numpy(row)[None], use_cache=False).last_hidden_state[0]
-            expected_values.append(model.critic(hidden)[:, 0])
-            loss = (trajectory_log_probs(model, row) * weight).sum() + (expected_values[-1] * of_value).sum()
-            loss.backward()
-    assert_values_close("values", values, [value.detach() for value in expected_values])
-    assert_gradients_close(got, gradients(model), GRADIENT_TOLERANCE)
+    expected_values, expected = values_of_trajectories(family)
+    assert_values_close("values", values, expected_values)
+    assert_gradients_close(gradients(model), expected, GRADIENT_TOLERANCE)
+
+
+def router_weights(like):
+    """Of the sums, of their shape."""
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@cache
+def sums_of_trajectories(family):
+    """A router's probabilities summed over :func:`rows`, one at a time by the unpatched model; gradients."""
+    model, total = stock(family), 0
+    with float64_everywhere(model):
+        for row in rows():
+            ids = torch.from_numpy(row)[None]
+            logits = model.model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits
+            one = torch.stack([layer.softmax(-1).sum(0) for layer in logits])
+            (one * router_weights(one)).sum().backward()
+            total = total + one.detach()
+    return total, gradients(model)
 
 
 @pytest.mark.essential("nested")
@@ -91,20 +123,10 @@ def test_sums(execution):
     with float64_everywhere(model):
         window = TreeWindow(trajectories, planner(execution))
         total = window_values(model, window, ("log_prob", "router")).sums["router"]
-        of_router = torch.randn(total.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        (total * of_router).sum().backward()
-        got = gradients(model)
-        model.zero_grad()
-        unpatch(model)
-        expected = torch.zeros_like(total)
-        for row in trajectories:
-            ids = torch.from_numpy(row)[None]
-            logits = model.model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits
-            one = torch.stack([layer.softmax(-1).sum(0) for layer in logits])
-            (one * of_router).sum().backward()
-            expected += one.detach()
-    assert_values_close("sums", [total], [expected])
-    assert_gradients_close(got, gradients(model), GRADIENT_TOLERANCE)
+        (total * router_weights(total)).sum().backward()
+    expected_total, expected = sums_of_trajectories("qwen3_next")
+    assert_values_close("sums", [total], [expected_total])
+    assert_gradients_close(gradients(model), expected, GRADIENT_TOLERANCE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -21,7 +21,7 @@ def _python_path() -> str:
 
 
 def launch(
-    script: Path, *arguments: object, launcher: tuple[str, ...], count: int = 2, timeout: float = 600
+    script: Path, *arguments: object, launcher: tuple[str, ...], count: int = 2, timeout: float = 900
 ) -> subprocess.CompletedProcess:
     """What Accelerate's launcher returned and printed; an error if it did not end in time."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}

@@ -201,6 +201,13 @@ def test_loaders_of_prompts(options, later, tmp_path):
         rows = list(batch)
         assert len(batch) == len(rows) == 8 and all(row in list(dataset) for row in rows) and rows[0] in batch
 
+    class Wraps(TreeGRPOTrainer):
+        def get_train_dataloader(self):
+            return super().get_train_dataloader()
+
+    trainer.__class__, trainer.train_dataset = Wraps, recorded.dataset()
+    assert isinstance(next(iter(trainer.get_train_dataloader())), list)
+
 
 def batch_of(base, config, folder, rollouts, reward=recorded.recorded_reward, **options):
     """What a trainer makes of rollouts, before it is shuffled and split."""

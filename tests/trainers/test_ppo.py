@@ -437,6 +437,20 @@ def test_an_optimizer_that_was_made_before(tmp_path):
     assert trainer.create_optimizer() is trainer.optimizer and len(trainer.optimizer.param_groups) == groups
 
 
+@pytest.mark.parametrize("trained", ["policy", "adapters", "nothing"])
+def test_the_values_rate(trained, tmp_path):
+    """All of the head learns at it, whatever else of the model is trained; another time, too."""
+    lora = LoraConfig(r=2, target_modules=["q_proj"]) if trained == "adapters" else None
+    trainer = build_trainer(tmp_path, RaggedRollouts(), peft_config=lora, value_learning_rate=0.04)
+    if trained == "nothing":
+        for name, parameter in trainer.model.named_parameters():
+            parameter.requires_grad_("critic" in name)
+    for optimizer in (trainer.create_optimizer(), trainer.create_optimizer()):
+        rates = {id(one): group["lr"] for group in optimizer.param_groups for one in group["params"]}
+        found = {name: rates[id(one)] for name, one in trainer.model.named_parameters() if one.requires_grad}
+        assert found == {name: 0.04 if "critic" in name else 0.1 for name in found}
+
+
 def test_deepspeeds_optimizer_has_one_rate(tmp_path):
     """The value's own would be lost."""
     trainer = build_trainer(tmp_path, RaggedRollouts(), value_learning_rate=0.1)

@@ -4,18 +4,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from benchmarks.gathering import of_ranks
 from benchmarks.gpu.ranks.step import TIMED, WARM, Steps
-
-
-def of_ranks(values: Any) -> list[Any]:
-    """What every rank has; a collective."""
-    if not torch.distributed.is_initialized():
-        return [values]
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, values)
-    return found
 
 
 def slowest(values: Sequence[float]) -> list[float]:

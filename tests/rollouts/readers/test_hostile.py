@@ -71,7 +71,7 @@ def test_nulls_in_the_place_of_anything(tmp_path, name):
         ("r.json", b"[1, 2]", "expected a JSON object, got list of other things"),
         ("r.json", b"null", "expected a JSON object, got NoneType"),
         ("r.json", b'"text"', "expected a JSON object, got str"),
-        ("r.json", b'{"messages": "\xff"}', "expected a JSON object, got invalid JSON"),
+        ("r.json", b'{"messages": "\xff"}', "expected text in UTF-8, got another encoding"),
         ("r.json", b'{"messages": []}\n{"messages": []}', r"Extra data.*several JSON values are a .jsonl file"),
         ("r.json", b"[" * 10**5, "expected a JSON object, got invalid JSON"),
         ("r.jsonl", b'{"messages": []}', "line 1: expected messages to be a non-empty list of objects, got"),
@@ -135,8 +135,7 @@ def test_columns_of_others_are_ignored_with_one_warning(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows_of_file))
     with pytest.warns(HartsWarning) as caught:
         read_rollout_file(path, byte_tokenizer())
-    (said,) = [str(w.message) for w in caught]
-    assert said.startswith(f"{path}: keys that are not read: alpha\\x1b[31m, beta, zone (all rows are one group; ")
+    assert [str(w.message) for w in caught] == [f"{path}: keys that are not read: alpha\\x1b[31m, beta, zone"]
     path.write_text('{"token_ids": [1], "advantages": 1}\n')
     with pytest.raises(RolloutFileError, match=r"unknown key 'advantages'; known are .* meant to be 'advantage'\?"):
         read_rollout_file(path)
