@@ -1,6 +1,6 @@
 """GRPO on an agent that talks to a URL: two turns with OpenAI's client, and a reward.
 
-    pip install "harts_hf[agents]"
+    pip install -e ".[agents]"
     python examples/agent_by_url.py path/to/a/hybrid/model
 
 The agent is any function that takes a task and an endpoint (docs/agents.md): it never sees the trainer.

@@ -1,6 +1,6 @@
 """The same with LoRA adapters; what is saved is the adapter.
 
-pip install "harts_hf[peft]"
+pip install -e ".[peft]"
 python examples/lora.py path/to/a/hybrid/model
 """
 

@@ -6,9 +6,12 @@ import os
 import select
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from harts_hf.errors import HartsWarning
 
 
 def printable(text: object) -> str:
@@ -22,6 +25,23 @@ def printable(text: object) -> str:
 def printable_lines(text: object) -> str:
     """:func:`printable` of each line: for messages of others, which may have several."""
     return "\n".join(map(printable, str(text).splitlines()))
+
+
+@contextlib.contextmanager
+def warnings_in_lines() -> Iterator[None]:
+    """Warnings of this package are printed as a line of the command's; Python's form names a file and quotes code."""
+    stock = warnings.formatwarning
+
+    def line_of(message: Any, category: type[Warning], *where: Any, **more: Any) -> str:
+        if issubclass(category, HartsWarning):
+            return f"harts: warning: {printable_lines(message)}\n"
+        return stock(message, category, *where, **more)
+
+    warnings.formatwarning = line_of
+    try:
+        yield
+    finally:
+        warnings.formatwarning = stock
 
 
 def reader_is_gone() -> bool:

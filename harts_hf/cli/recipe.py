@@ -31,6 +31,9 @@ GENERATION_BATCH = (
     "times gradient_accumulation_steps, all counted in rollouts.)"
 )
 
+# What Transformers says where bf16 is asked for and torch finds no GPU names one of the two fields that help.
+WITHOUT_GPU = "(Here torch finds no GPU. To train on the CPU: use_cpu: true and bf16: false.)"
+
 
 def split_recipe(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     """The recipe's path, and the rest.
@@ -61,11 +64,14 @@ def parse(argv: Sequence[str], *, unknown: list[str] | None = None) -> tuple[Tra
         The recipe's own arguments, those of its trainer (a ``TreeGRPOConfig`` for ``trainer: grpo``), its policy's.
 
     Raises:
-        ValueError: a file that is no recipe; an unknown key (named); a value that its field refuses.
+        ValueError: no arguments at all; a file that is no recipe; an unknown key (named); a value that its field
+            refuses.
         OSError: no such recipe.
         SystemExit: help was asked for, or a value has the wrong type (argparse prints which).
     """
     path, options = split_recipe(argv)
+    if path is None and not options:
+        raise ValueError("expected a recipe, as in `harts train recipes/tiny_grpo.yaml` (docs/training.md), got none")
     recipe = {} if path is None else read_recipe(path)
     _set_variables(recipe.pop("env", None) or {})
     keys = _take_dictionary_keys(options)
@@ -94,6 +100,8 @@ def parse(argv: Sequence[str], *, unknown: list[str] | None = None) -> tuple[Tra
             raise ValueError(f"{unknown_message(strange, set(actions))}; {error}") from error
         if "generation_batch_size" in str(error) and not _said(recipe, options, "generation_batch_size"):
             raise ValueError(f"{error} {GENERATION_BATCH}") from error
+        if "use_cpu" in str(error):
+            raise ValueError(f"{error} {WITHOUT_GPU}") from error
         raise
     except (TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:  # of TRL's own checks
         raise ValueError(f"expected settings that TRL takes, got {type(error).__name__}: {error}") from error

@@ -155,11 +155,19 @@ def _forked_factory(factory: Callable[[], Any], arguments: TrainArguments, train
 
 
 def _made(make: Callable[[], Any], arguments: TrainArguments) -> Any:
+    path = arguments.environment or arguments.environment_factory
+    _check_defined(path, getattr(make, "func", make))
     try:
         return make()
     except TypeError as error:  # a keyword argument that the class does not know
-        path = arguments.environment or arguments.environment_factory
         raise ValueError(f"environment_kwargs do not fit {path}: {error}") from error
+
+
+def _check_defined(path: str | None, kind: Any) -> None:
+    # Python's own error is a TypeError, as of a wrong keyword argument.
+    missing = sorted(getattr(kind, "__abstractmethods__", ()))
+    if missing:
+        raise ValueError(f"expected {path} to define {' and '.join(missing)}, got a class without")
 
 
 def _tools(arguments: TrainArguments) -> dict[str, Any]:
@@ -177,6 +185,7 @@ def _agent(arguments: TrainArguments) -> RolloutSource:
     else:
         kwargs = cast(dict, arguments.agent_kwargs)
         agent = _load("agent", arguments.agent, "a function, or a subclass of Agent")
+        _check_defined(arguments.agent, agent)
         if isinstance(agent, type) or kwargs:
             try:
                 make = agent if isinstance(agent, type) else functools.partial(functools.partial, agent)

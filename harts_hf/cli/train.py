@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl import get_peft_config
 
 from harts_hf.cli.data import eval_dataset, train_dataset
-from harts_hf.cli.output import printable, reader_is_gone
+from harts_hf.cli.output import printable, reader_is_gone, warnings_in_lines
 from harts_hf.cli.policy import find_policy, named_tokenizer
 from harts_hf.cli.recipe import parse, peek, split_recipe
 from harts_hf.cli.signals import sigterm_interrupts
@@ -31,6 +31,7 @@ from harts_hf.cli.train_report import TrainReport
 from harts_hf.cli.trainer_kinds import TRAINERS
 
 
+@warnings_in_lines()
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     recipe = split_recipe(argv)[0]
@@ -46,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
     if not arguments.asks_for_bar:
         disable_progress_bar()  # of loading and saving weights, beside a line per log
     try:
-        return _train(build_trainer(arguments, training, model))
+        trainer = build_trainer(arguments, training, model)
+        trainer.check_ready()  # what `train` would say too, but as an error of the recipe: without a traceback
+        return _train(trainer)
     except SystemExit as stop:  # of an environment or a reward function: whatever its code, nothing was finished
         traceback.print_exc()
         got = printable(f"SystemExit({stop.code!r})")

@@ -27,6 +27,6 @@ def chat_template(tokenizer: Any) -> ChatTemplate:
     if isinstance(tokenizer, TokenizerOnDemand):
         tokenizer = tokenizer.load()
     if tokenizer is None:
-        raise ValueError("messages need a tokenizer, and none was given")
+        raise ValueError("messages need a tokenizer, and none was given: --tokenizer path/to/model (or tokenizer=)")
     is_stock = all(hasattr(tokenizer, name) for name in ("added_tokens_decoder", "get_chat_template"))
     return TextTemplate(tokenizer) if is_stock else ChatTemplate(tokenizer)

@@ -17,7 +17,7 @@ from harts_hf.rollouts.group_keys import GroupKeys
 from harts_hf.rollouts.readers import SHAPE_KEYS, Form, form_of_name, recognise
 from harts_hf.rollouts.readers.conversation import Conversation, Thread, keys_of
 from harts_hf.rollouts.readers.messages import read as read_messages
-from harts_hf.rollouts.readers.samples import LOST_THOUGHTS, Sampler
+from harts_hf.rollouts.readers.samples import LOST_THOUGHTS, MEDIA, Sampler
 from harts_hf.rollouts.recorded import Rollout, RolloutFile, RolloutGroup
 from harts_hf.rollouts.rows import name_without_suffixes
 from harts_hf.rollouts.shapes import shape_group
@@ -89,6 +89,14 @@ class Reading:
                 HartsWarning(
                     f"{self._path}: {lost:,} turns have thoughts that the chat template does not write; they are not "
                     "in the samples"
+                ),
+                stacklevel=4,
+            )
+        if tally.notes[MEDIA]:
+            warnings.warn(
+                HartsWarning(
+                    f"{self._path}: {tally.notes[MEDIA]:,} messages have images, audio or files; samples hold what "
+                    "the chat template writes for them (a placeholder), which is trained on as text"
                 ),
                 stacklevel=4,
             )

@@ -176,7 +176,10 @@ def _check_advantages(groups: Sequence[RecordedGroup], trainer: Any) -> None:
 def _check_rewards(groups: Sequence[RecordedGroup]) -> None:
     without = [episode.where for group in groups for episode in group.episodes if episode.reward is None]
     if without:
-        raise ValueError(f"expected a reward for every episode, got none in {named(without)}")
+        raise ValueError(
+            "expected a reward for every episode (the key reward of our own rows; docs/formats.md for other forms), "
+            f"got none in {named(without)}"
+        )
     if all(len(group.episodes) == 1 for group in groups):
         raise ValueError(
             "expected groups of several episodes, whose rewards are compared, got one episode in each: group_key "

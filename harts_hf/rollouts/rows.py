@@ -101,7 +101,9 @@ def _parsed(text: bytes, where: str) -> Any:
         raise RolloutFileError(f"{where}: expected at least one trajectory, got an empty file")
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, of an integer of thousands of digits
+    except UnicodeDecodeError as error:
+        raise RolloutFileError(f"{where}: expected text in UTF-8, got another encoding ({error})") from error
+    except (ValueError, RecursionError) as error:  # of JSON, of an integer of thousands of digits
         hint = "; several JSON values are a .jsonl file" if "Extra data" in str(error) else ""
         raise RolloutFileError(f"{where}: expected a JSON object, got invalid JSON ({error}{hint})") from error
     if isinstance(value, dict):

@@ -139,8 +139,8 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints,
         )
         return found
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's. Slices of a step that an earlier call did not finish are dropped, as its gradients are.
+    def check_ready(self) -> None:
+        """What `train` refuses before its first step; for callers that want to know before they begin.
 
         Raises:
             UnsupportedModelError: nothing of the model is trainable, or a part of it has been compiled.
@@ -149,6 +149,14 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints,
         check_has_steps(self)
         check_trainable(self.model)
         check_uncompiled(self.model)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's. Slices of a step that an earlier call did not finish are dropped, as its gradients are.
+
+        Raises:
+            UnsupportedModelError, ValueError: as `check_ready`.
+        """
+        self.check_ready()
         self._tree.slices.clear()
         parent: Any = super()
         return parent.train(*args, **kwargs)

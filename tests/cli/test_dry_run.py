@@ -170,7 +170,7 @@ def test_other_trainers(name, dry_run, tmp_path):
     folder = multimodal_checkpoint("qwen3_5", tmp_path / "model")
     (folder / "model.safetensors").unlink()
     tokenizer().save_pretrained(tmp_path / "words")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "t3 t4 t5"}\n' * 8)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "t3 t4 t5"}\n' * 16)
     (tmp_path / "recipe.yaml").write_text(
         f"trainer: {name}\nmodel_name_or_path: {folder}\ndataset_name: {tmp_path / 'prompts.jsonl'}\nbeta: 0.1\n"
         "reward_funcs: [builtins:len]\nnum_generations: 4\nper_device_train_batch_size: 4\nmax_completion_length: 9\n"

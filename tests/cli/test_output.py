@@ -2,13 +2,15 @@
 
 import json
 import os
+import warnings
 
 import pytest
 from support.models import tiny_model
 
 from harts_hf.cli.checks import check_output_file, refuse_to_overwrite
 from harts_hf.cli.main import main as harts
-from harts_hf.cli.output import printable, printable_lines, replacing, write_json
+from harts_hf.cli.output import printable, printable_lines, replacing, warnings_in_lines, write_json
+from harts_hf.errors import HartsWarning
 
 NAME = "a\n\x1b[31m\x07\x9b\u202e\ud800$\\frac$é"
 
@@ -25,6 +27,20 @@ def test_printable():
     """What a terminal might obey is an escape; what it shows stays."""
     assert printable(NAME) == r"a\n\x1b[31m\x07\x9b\u202e\ud800$\frac$é"
     assert printable_lines("one\ntwo\x1b") == "one\ntwo\\x1b"
+
+
+def test_warnings_of_this_package_are_lines():
+    """While `harts train` runs and no longer; those of others stay as Python shows them."""
+    seen = []
+
+    @warnings_in_lines()
+    def command():
+        for category in (HartsWarning, UserWarning):
+            seen.append(warnings.formatwarning("said\x1b", category, "file.py", 1))
+
+    command()
+    assert seen == ["harts: warning: said\\x1b\n", "file.py:1: UserWarning: said\x1b\n"]
+    assert "file.py:1" in warnings.formatwarning("said", HartsWarning, "file.py", 1)
 
 
 def test_names_are_printed_without_control_characters(rollouts, tmp_path, capsys):

@@ -106,7 +106,7 @@ def test_verify_reads_conversations(tokenizer, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "line 1: messages need a tokenizer, and none was given"),
+        ([], "line 1: messages need a tokenizer, and none was given: --tokenizer path/to/model (or tokenizer=)"),
         (["--format", "tau-bench"], "line 1: expected traj to be a list, got none; keys are messages, task"),
         (["--group-key", "task"], "line 1: expected group to be a string or an integer, got {'id': 0}"),
     ],

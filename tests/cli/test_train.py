@@ -318,6 +318,10 @@ def test_unknown_keys_are_named(tmp_path, capsys):
         (["--environment", "harts_hf.rollouts:Nothing"], "has no 'Nothing'"),
         (["--environment", "..shelf:ShelfEnvironment"], "expected a dotted path such as package.module:Name"),
         (["--environment", "json:loads"], "expected environment to be a subclass of Environment"),
+        (
+            ["--environment", "harts_hf.rollouts:Environment"],
+            "to define reset and reward and step, got a class without",
+        ),
         (["--environment_kwargs", '{"shelves": 3}'], "environment_kwargs do not fit"),
         (["--environment_kwargs", "{"], "expected environment_kwargs to be JSON"),
         (["--environment_kwargs", "[1]"], "expected environment_kwargs to be a mapping, got list"),
@@ -363,6 +367,33 @@ def test_a_recipe_must_be_there_and_a_mapping(tmp_path, capsys):
     assert "nowhere.yaml" in refused(capsys, tmp_path / "nowhere.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
     assert "list.yaml must contain a YAML mapping" in refused(capsys, tmp_path / "list.yaml")
+
+
+def test_neither_recipe_nor_gpu(capsys):
+    """A command without arguments asks for a recipe; bf16 where torch finds no GPU names both fields that help."""
+    assert "expected a recipe, as in `harts train recipes/tiny_grpo.yaml`" in refused(capsys)
+    if not torch.cuda.is_available():
+        said = refused(capsys, TINY, "--use_cpu", "false", "--bf16", "true")
+        assert "To train on the CPU: use_cpu: true and bf16: false" in said
+        assert harts(["train", TINY, "--use_cpu", "false", "--bf16", "true", "--dry-run"]) == 0
+        assert "torch finds none here (to train" in " ".join(capsys.readouterr().out.split())
+
+
+def test_too_few_prompts_for_a_batch(tmp_path, capsys):
+    """An error of the recipe, without a traceback, and of its dry run."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "3 1 2"}\n')
+    arguments = [
+        TINY,
+        *SMALL,
+        "--dataset_name",
+        str(tmp_path / "prompts.jsonl"),
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
+    said = refused(capsys, *arguments)
+    assert "expected at least 4 rows of train_dataset" in said and "Traceback" not in said
+    assert harts(["train", *arguments, "--dry-run"]) == 1
+    assert "REFUSED      expected at least 4 rows of train_dataset" in capsys.readouterr().out
 
 
 def test_help_names_every_field(capsys):

@@ -32,6 +32,10 @@ def _process_settings(monkeypatch):
         (["--agent_command", "ls"], "got agent and agent_command"),
         (["--branching", "4", "2"], "expected no branching beside agent, got [4, 2]"),
         (["--environment_kwargs", '{"a": 1}'], "expected no environment_kwargs beside agent, got {'a': 1}"),
+        (
+            ["--agent", "harts_hf.rollouts.gateway:Agent"],
+            "expected harts_hf.rollouts.gateway:Agent to define run, got",
+        ),
         (["--agent_kwargs.mood", "good"], "agent_kwargs do not fit harts_hf.rollouts.agents.shelf:ShelfAgent"),
         (["--agent_kwargs.num_items", "99"], "expected num_items in"),
         (["--agent", "os.path:basename", "--agent_kwargs", "{}"], "expected an agent that takes a task, base_url and"),

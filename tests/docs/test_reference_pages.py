@@ -101,7 +101,7 @@ def messages():
 
 # How the first column of a table begins where it quotes a message of this package.
 BEGINNINGS = ("expected", "has no", "linear", "computes", "unknown", "keys", "this window", "processes", "accelerate",
-              "throughout", "bf16", "an uncompiled")  # fmt: skip
+              "throughout", "bf16", "an uncompiled", "Here", "rows of", "messages")  # fmt: skip
 
 
 def test_messages_of_troubleshooting():

@@ -270,7 +270,7 @@ def test_what_cannot_be_trained_is_refused(rows, options, message):
             {},
             r"below the model's 10, got others in row 2 of group 'b' \(token 10\)",
         ),
-        ([*ROWS, {**ROWS[1], "reward": None}], {}, "a reward for every episode, got none in row 2 of group 'b'"),
+        ([*ROWS, {**ROWS[1], "reward": None}], {}, r"every episode \(the key reward .*got none in row 2 of group 'b'"),
         (ROWS[:2], {}, "groups of several episodes, .*got one episode in each"),
         (
             [{**row, "advantage": 1.0} for row in ROWS],

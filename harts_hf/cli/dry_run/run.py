@@ -243,6 +243,7 @@ class DryRun:
         if trainer is not None:
             self._each(
                 lambda: check_settings(AsLaunched(trainer, launch)),
+                trainer.check_ready,
                 lambda: check_experts(
                     causal_lm_of(trainer.model),
                     zero3=launch.backend == "ZeRO-3" and has_frozen_layers(trainer.model),
@@ -327,6 +328,8 @@ class DryRun:
         if getattr(self.training, "use_vllm", False):  # supervised training has none
             server = self.training.vllm_server_base_url or self.training.vllm_server_host
             yield f"the vLLM server ({server}): whether it is there, and right"
+        if not self.training.use_cpu and not torch.cuda.is_available():
+            yield "GPUs: torch finds none here (to train on this machine's CPU say use_cpu: true and bf16: false)"
         if self.names_backend:
             yield "the recipe's keys deepspeed and fsdp: a dry run reads the backend from accelerate_config"
         if self.launch.num_processes > 1:

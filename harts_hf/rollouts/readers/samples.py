@@ -12,6 +12,8 @@ from harts_hf.rollouts.templates import ChatTemplate, Sample, Tools
 
 SAMPLES_PER = ("turn", "conversation")
 LOST_THOUGHTS = "turns whose thoughts the chat template does not write"
+MEDIA = "messages with images, audio or files, of which samples hold what the chat template writes"
+_MEDIA = ("image", "audio", "video", "file")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -63,6 +65,7 @@ class Sampler:
         """The sample of a row that says things of each token: its one conversation, whole."""
         (thread,) = conversation.threads
         assert isinstance(thread, Thread)
+        self._count_media(thread)
         return self.template.marked(self.template.prepared(thread.messages, thread.tools), thread.tools)
 
     def samples(self, conversation: Conversation) -> list[Sample]:
@@ -115,6 +118,12 @@ class Sampler:
         thoughts = sum(_has_thought(thread.messages[turn]) for turn in turns)
         if thoughts and not self._knows_thoughts(thread.tools):
             notes[LOST_THOUGHTS] += thoughts
+        self._count_media(thread)
+
+    def _count_media(self, thread: Thread) -> None:
+        found = sum(_has_media(message) for message in thread.messages)
+        if found:
+            self.tally.notes[MEDIA] += found
 
     def _knows_thoughts(self, tools: Tools) -> bool:
         return self.template.knows_thoughts(tools)
@@ -122,3 +131,12 @@ class Sampler:
 
 def _has_thought(message: Message) -> bool:
     return any(isinstance(message.get(key), str) and message[key].strip() for key in _THOUGHTS)
+
+
+def _has_media(message: Message) -> bool:
+    content = message.get("content")
+    return isinstance(content, list) and any(isinstance(block, dict) and _is_media(block) for block in content)
+
+
+def _is_media(block: Message) -> bool:
+    return str(block.get("type")).removeprefix("input_").startswith(_MEDIA)

@@ -71,7 +71,7 @@ def test_nulls_in_the_place_of_anything(tmp_path, name):
         ("r.json", b"[1, 2]", "expected a JSON object, got list of other things"),
         ("r.json", b"null", "expected a JSON object, got NoneType"),
         ("r.json", b'"text"', "expected a JSON object, got str"),
-        ("r.json", b'{"messages": "\xff"}', "expected a JSON object, got invalid JSON"),
+        ("r.json", b'{"messages": "\xff"}', "expected text in UTF-8, got another encoding"),
         ("r.json", b'{"messages": []}\n{"messages": []}', r"Extra data.*several JSON values are a .jsonl file"),
         ("r.json", b"[" * 10**5, "expected a JSON object, got invalid JSON"),
         ("r.jsonl", b'{"messages": []}', "line 1: expected messages to be a non-empty list of objects, got"),

@@ -271,6 +271,18 @@ def test_thoughts_that_a_template_does_not_know_are_counted(tmp_path):
     assert file.notes["turns whose thoughts the chat template does not write"] == 2
 
 
+def test_images_are_no_text_in_silence(tmp_path):
+    """A template may write a placeholder for them, which is then trained on: one warning, and a note of the file."""
+    path = tmp_path / "r.jsonl"
+    blocks = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "u"}}]
+    rows = [{"messages": [{"role": "user", "content": content}, *MESSAGES[-1:]]} for content in (blocks, "a", blocks)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = "{%- for m in messages %}{{- '<|im_start|>' + m.role + (m | string) + '<|im_end|>' }}{%- endfor %}"
+    with pytest.warns(HartsWarning, match="2 messages have images, audio or files"):
+        file = read_rollout_file(path, byte_tokenizer(template))
+    assert file.notes["messages with images, audio or files, of which samples hold what the chat template writes"] == 2
+
+
 def test_a_conversation_whose_turns_cannot_be_told(tmp_path):
     """A template without a prompt for answers and without marks: no mask, and it is said."""
     path = tmp_path / "r.json"
