@@ -3,8 +3,7 @@
 Each way trains the model of recipes/tiny_ppo.yaml on its task for 600 steps of 128 rollouts, with three seeds; what
 differs is said in `WAYS`. RLOO stands for its advantages: TRL's own RLOO cannot take rollouts of an environment, and
 GRPO without scaling has them but for the factor n / (n - 1). A run of that length that the result file has is not made
-again, so the command may be stopped and goes on; runs of PPO come from results/tiny_ppo.json where that is there.
-One core, about an hour; results/algorithms.json and .png.
+again, so the command may be stopped and goes on. One core, about an hour; results/algorithms.json and .png.
 """
 
 import argparse
@@ -23,29 +22,18 @@ from benchmarks.machine import RESULTS, describe_machine
 
 STEPS = 600
 AS_TRL = ("--tree_credit", "trajectory", "--max_steps", str(STEPS))
+AS_GRPO = ("--entropy_coef", "0.01")  # the bonus of tiny_grpo
 # Name: the recipe, and what of it is changed.
 WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "PPO": ("tiny_ppo", ()),
+    "PPO": ("tiny_ppo", AS_GRPO),
     "GRPO": ("tiny_grpo", AS_TRL),
     "RLOO": ("tiny_grpo", (*AS_TRL, "--scale_rewards", "none")),
-    "PPO, nothing shared": ("tiny_ppo", ("--tree_sharing", "never")),
+    "PPO, nothing shared": ("tiny_ppo", (*AS_GRPO, "--tree_sharing", "never")),
 }
 PANELS = {"The same task and budget": ("PPO", "GRPO", "RLOO"), "Shared or not": ("PPO", "PPO, nothing shared")}
 WINDOW = 10  # logs of 5 steps each, over which curves are averaged before they are compared
 
 Curve = list[list[float]]
-
-
-def recorded(path: Path) -> dict[str, dict[str, Any]]:
-    """Runs of PPO by seed, as benchmarks.learning left them."""
-    if not path.exists():
-        return {}
-    content = json.loads(path.read_text())
-    return {
-        str(one["seed"]): {**one, "commit": content["machine"]["commit"], "curve": content["curves"][str(one["seed"])]}
-        for one in content["runs"]
-        if one["steps"] == STEPS
-    }
 
 
 def train(way: str, seed: int) -> dict[str, Any]:
@@ -131,10 +119,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "algorithms.json", help="(default: %(default)s)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="(default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), help="(default: %(default)s)")
-    parser.add_argument("--ppo", type=Path, default=RESULTS / "tiny_ppo.json", help="(default: %(default)s)")
     options = parser.parse_args(argv)
     runs: dict[str, dict[str, Any]] = json.loads(options.out.read_text())["runs"] if options.out.exists() else {}
-    runs["PPO"] = recorded(options.ppo) | runs.get("PPO", {})
     for seed in options.seeds:
         for way in options.ways:
             if runs.setdefault(way, {}).get(str(seed), {}).get("steps") != STEPS:
