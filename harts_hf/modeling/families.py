@@ -101,8 +101,15 @@ class Family:
         return importlib.import_module(f"transformers.models.{self.module_name}.modeling_{self.module_name}")
 
     def class_named(self, name: str) -> type[nn.Module]:
-        """A class of the modeling module."""
-        return getattr(self.module, name)
+        """A class of the modeling module.
+
+        Raises:
+            ValueError: the module has none of that name.
+        """
+        found = getattr(self.module, name, None)
+        if not isinstance(found, type):
+            raise ValueError(f"expected a class of {self.module.__name__} for {self.model_type}, got {name!r}")
+        return found
 
 
 def gated_delta_shape(config: Any) -> LinearShape:

@@ -44,8 +44,8 @@ def numbered_rows(path: Path) -> Iterator[tuple[str, Any]]:
     else:
         raise RolloutFileError(
             f"{path}: expected a rollout file (.jsonl, .parquet, .json, .traj or .ndjson, or .gz of one), got "
-            f"{path.suffix or 'no suffix'}; each row holds token_ids or messages, and the group that it is of "
-            "(docs/formats.md)"
+            f"{'a folder' if path.is_dir() else path.suffix or 'no suffix'}; each row holds token_ids or messages, "
+            "and the group that it is of (docs/formats.md)"
         )
 
 

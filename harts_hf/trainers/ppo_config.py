@@ -99,7 +99,7 @@ class TreePPOConfig(RolloutOptions, TreeOptions, GRPOConfig):
             Episodes over which `beta` is adapted; larger is slower.
         value_warmup_steps (`int`, *optional*, defaults to `0`):
             Optimizer steps at the beginning that train values alone. A value head on the policy's backbone is then
-            trained by itself; a value model is trained as ever.
+            trained by itself (a weight decay other than 0 still acts on the policy); a value model is trained as ever.
         value_head_in_fp32 (`bool`, *optional*, defaults to `True`):
             Whether the value head's parameters are kept in float32 (DeepSpeed's `bf16` rounds all parameters).
         bootstrap_truncated (`bool`, *optional*, defaults to `True`):

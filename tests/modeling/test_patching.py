@@ -72,6 +72,8 @@ def test_patching_is_per_instance():
     patch(first)
     assert not is_patched(second)
     assert type(second.model.layers[0].linear_attn) is KNOWN["qwen3_5_text"].class_named("Qwen3_5GatedDeltaNet")
+    with pytest.raises(ValueError, match=r"expected a class of transformers.* for qwen3_5_text, got 'Qwen3_5'"):
+        KNOWN["qwen3_5_text"].class_named("Qwen3_5")
 
 
 def test_every_family_is_tested():

@@ -212,6 +212,8 @@ def test_files_that_cannot_be_read(tmp_path):
         read_rollouts(tmp_path / "none.jsonl")
     with pytest.raises(RolloutFileError, match="empty file"):
         read_rollouts(write(tmp_path / "empty.jsonl", [""]))
+    with pytest.raises(RolloutFileError, match=r"expected a rollout file .* got a folder; each row holds"):
+        read_rollouts(tmp_path)
     with pytest.raises(RolloutFileError, match=r"expected a rollout file \(\.jsonl, .* got \.txt; each row holds"):
         read_rollouts(write(tmp_path / "rollouts.txt", ROWS))
 
