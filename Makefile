@@ -31,11 +31,14 @@ docs: $(STAMP)
 docs-pages: $(STAMP)
 	$(VENV)/bin/python docs/tools/configuration.py
 
+# Three for two cores: tests of several processes wait for one another.
+WORKERS := -n 3 --dist worksteal
+
 test: lint docs
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS)
 
 test-fast: $(STAMP)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 -m "not slow and not exhaustive and not distributed and not gpu"
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) -m "not slow and not exhaustive and not distributed and not gpu"
 
 format: $(STAMP)
 	$(VENV)/bin/ruff format .

@@ -11,6 +11,10 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Before anything imports huggingface_hub, which reads it then: nothing is fetched, and a name that is no folder is
+# refused at once, not after the 45 seconds of a hub that does not answer.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # CI must not depend on the luck of a draw or on how busy the machine is; `--hypothesis-profile explore` draws anew.
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", settings.get_profile("repeatable"), derandomize=False, print_blob=True)
