@@ -1,14 +1,11 @@
 """`harts train` on two processes, by a real launcher and with DeepSpeed; one that starts one: test_launchers.py."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from support.launching import run_processes
+from support.launching import launch, run_processes
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -26,27 +23,13 @@ use_cpu: false
 """
 
 
-def launch(command, folder):
-    """The finished process of a launcher, in the folder of the project."""
-    train = ["-m", "harts_hf.cli", "train", "recipes/tiny_grpo.yaml", *SMALL, "--output_dir", str(folder / "out")]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run(
-        [sys.executable, "-m", *command, *train],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 @pytest.mark.distributed
 def test_two_processes_train(tmp_path):
     """One of them prints; the step is of both. (torchrun: tests/newcomer/two_processes.txt.)"""
     file = tmp_path / "launch.yaml"
     file.write_text(LAUNCH)
-    done = launch(["accelerate.commands.launch", "--config_file", str(file)], tmp_path)
+    train = ["-m", "harts_hf.cli", "train", "recipes/tiny_grpo.yaml", *SMALL, "--output_dir", tmp_path / "out"]
+    done = launch(tmp_path, *train, launcher=("-m", "accelerate.commands.launch", "--config_file", str(file)), cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("step     2/2") == 1 and "for 2 steps on 2 processes," in done.stdout
     entries = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

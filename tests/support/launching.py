@@ -19,6 +19,8 @@ HERE = Path(__file__).parent
 SUPPORT = str(HERE.parent)
 # Made by the process that starts workers (conftest.py).
 FOLDER = "HARTS_TESTS_FORK_FOLDER"
+# Names the file to which what `write_python` wrote adds the CPU seconds of each of its processes, a line each.
+SPENT = "HARTS_TESTS_SPENT"
 
 
 @functools.cache
