@@ -14,7 +14,7 @@ import trl.trainer.grpo_trainer
 from support import recorded
 from support.fake_vllm import FakeVLLM
 from support.models import tiny_model
-from train_two import allow_fsdp_on_cpu, backend_options
+from support.backends import allow_fsdp_on_cpu, backend_options
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.rollouts.engines import TurnRequest

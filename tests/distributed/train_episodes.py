@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from train_two import allow_fsdp_on_cpu, backend_options
+from support.backends import allow_fsdp_on_cpu, backend_options
 
 DRIFT = {"num_iterations": 2, "epsilon": 0.02, "learning_rate": 0.3}
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from train_two import allow_fsdp_on_cpu, backend_options
+from support.backends import allow_fsdp_on_cpu, backend_options
 
 LORA_TARGETS = ["q_proj", "o_proj"]
 
