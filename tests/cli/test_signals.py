@@ -77,7 +77,9 @@ def test_a_terminated_training_ends_its_agents_and_keeps_their_rollouts(tmp_path
         assert len(agents) == 2 and all(map(is_running, agents)), said.read_text()
         end = time.monotonic() + 60
         while process.is_alive() and time.monotonic() < end:
-            process.signal(signal.SIGTERM)  # as from Slurm and then from a launcher: further ones do not disturb the first
+            process.signal(
+                signal.SIGTERM
+            )  # as from Slurm and then from a launcher: further ones do not disturb the first
             time.sleep(0.02)
         error = said.read_text()
         assert process.exitcode == 143 and "Traceback" not in error

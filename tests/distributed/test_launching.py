@@ -29,7 +29,9 @@ def test_two_processes_train(tmp_path):
     file = tmp_path / "launch.yaml"
     file.write_text(LAUNCH)
     train = ["-m", "harts_hf.cli", "train", "recipes/tiny_grpo.yaml", *SMALL, "--output_dir", tmp_path / "out"]
-    done = launch(tmp_path, *train, launcher=("-m", "accelerate.commands.launch", "--config_file", str(file)), cwd=ROOT)
+    done = launch(
+        tmp_path, *train, launcher=("-m", "accelerate.commands.launch", "--config_file", str(file)), cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("step     2/2") == 1 and "for 2 steps on 2 processes," in done.stdout
     entries = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

@@ -25,6 +25,7 @@ WRAPPERS = {
     "zero3": ("DEEPSPEED", "DeepSpeedEngine"),
 }
 # Stock TRL is trained under DDP, whatever the backend that is compared with it: see `stock_of`.
+LONG = "ddp:qwen3_5_text:local:replay:long"
 DDP = [
     "ddp:qwen3_5_moe_text:random:replay:lora",
     "ddp:bailing_hybrid:random:nested:checkpointing",
@@ -34,7 +35,7 @@ DDP = [
     "ddp:qwen3_5_text:global:whole:scored:entropy:evaluated",
     "ddp:bailing_hybrid:global:nested:checkpointing:unarmed",
     # Each rank its own rows, scored; some trunks score nothing.
-    "ddp:qwen3_5_text:local:replay:long",
+    LONG,
 ]
 FSDP = [
     "fsdp2:qwen3_5_moe_text:random:nested:checkpointing",
@@ -186,7 +187,9 @@ def folder(tmp_path_factory):
 def test_one_forest(count, cases, folder):
     """Every backend, random placements, checkpointing, adapters, idle and uneven ranks."""
     found = launch(folder, count, cases)
-    without = {case: next((case.removesuffix(f":{bug}") for bug in PLANTED if case.endswith(bug)), case) for case in cases}
+    without = {
+        case: next((case.removesuffix(f":{bug}") for bug in PLANTED if case.endswith(bug)), case) for case in cases
+    }
     stock = stock_of([stock_case(one) for one in without.values()], count)
     for case, one in without.items():
         if one == case:
@@ -194,6 +197,13 @@ def test_one_forest(count, cases, folder):
         else:
             with pytest.raises(AssertionError, match=r"\d\.\de-0[1-5]|differs by rank"):
                 check(stock[stock_case(one)], found[case], one)
+
+
+def test_every_parameter_is_touched_by_the_last_backward(folder):
+    """Planted: a trunk without labels whose backward touches no parameter; DDP's gradients are then wrong."""
+    case = "ddp:qwen3_5_text:local:replay:long:untouched"
+    with pytest.raises(AssertionError, match=r"Expected to have finished reduction|: \d\.\de-0[1-5]"):
+        check(stock_of([stock_case(LONG)], 2)[stock_case(LONG)], launch(folder, 2, [case])[case], LONG)
 
 
 @pytest.mark.slow

@@ -16,18 +16,28 @@ from support.trainer_runs import TIMED
 
 SCRIPT = Path(__file__).parent / "train_resumed.py"
 FAMILY = {"ddp": "bailing_hybrid", "fsdp2": "bailing_hybrid"}  # whose checkpoints have names of their own
-# A generation batch lasts four optimizer steps.
+GROUP = {"per_device_train_batch_size": 2}
+# A group on each process in each generation batch, which lasts four optimizer steps.
 LONG = {
+    **GROUP,
     "max_steps": 5,
     "save_steps": 2,
     "optim": "adamw_torch",
     "learning_rate": 0.01,
-    "steps_per_generation": 4,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2,
     "num_iterations": 2,
 }
 # AdamW with so large an epsilon makes rounding no larger.
-BOUNDARY = {"max_steps": 3, "save_steps": 1, "optim": "adamw_torch", "adam_epsilon": 1.0, "learning_rate": 0.5}
-SGD = {"max_steps": 3, "save_steps": 1, "lr_scheduler_type": "linear"}
+BOUNDARY = {
+    **GROUP,
+    "max_steps": 3,
+    "save_steps": 1,
+    "optim": "adamw_torch",
+    "adam_epsilon": 1.0,
+    "learning_rate": 0.5,
+}
+SGD = {**GROUP, "max_steps": 3, "save_steps": 1, "lr_scheduler_type": "linear"}
 WRAPPERS = {
     "ddp": ("MULTI_CPU", "DistributedDataParallel"),
     "fsdp2": ("FSDP", "FSDPBailingHybridForCausalLM"),
@@ -83,7 +93,7 @@ def left(folder):
             checkpoint = str(folder / "fsdp2-sgd" / "checkpoint-1")
             jobs += [job(folder, "fsdp2", "fsdp2-sgd", options=SGD)]
             jobs += [job(folder, "fsdp2", "fsdp2-sgd-resumed", options=SGD, resume=checkpoint)]
-            bf16 = {"max_steps": 1, "save_strategy": "no", "bf16": True}
+            bf16 = {**GROUP, "max_steps": 1, "save_strategy": "no", "bf16": True}
             jobs += [job(folder, "fsdp2", "fsdp2-bf16", options=bf16, keep_log_probs=True)]
     return run(folder, jobs)
 
@@ -186,7 +196,7 @@ def test_another_number_of_processes(folder, left):
         for name, value in whole["parameters"].items():
             assert (one["parameters"][name] - value).abs().max() < 1e-6, name
         assert one["logs"][1]["reward"] == pytest.approx(whole["logs"][1]["reward"], abs=1e-6)
-    assert "expected 4 prompts per optimizer step" in found["fewer-prompts"][0]["error"]
+    assert "expected 2 prompts per optimizer step" in found["fewer-prompts"][0]["error"]
 
 
 def test_answers_are_float32_under_fsdp2_in_bfloat16(left):

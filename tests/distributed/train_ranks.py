@@ -43,11 +43,12 @@ OPTIONS = {
         "tree_expert_bias_update_speed": SPEED,
         "max_steps": 4,
         "learning_rate": 0.005,
+        "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 1,
     },
     "routes": {"tree_replay_routing": "engine"},  # drawn at random
     "lora": {},
-    "long": {},  # prompts fill a microbatch, so that some trunks score nothing
+    "long": {},  # rank 0's prompts fill a microbatch, so that some trunks score nothing
     "untouched": {},  # planted: the backward of a microbatch without labels touches no parameter
     "unarmed": {},  # planted: DDP's reducer is not told of a step's last backward
     "unflagged": {},  # planted: nor is ZeRO-3 told that another backward begins
@@ -129,7 +130,7 @@ def rollouts_for(options: list[str]):
 
     def rollouts(prompts, trainer):
         output = recorded.rollout_func(prompts, trainer)
-        if "long" in options:
+        if "long" in options and trainer.accelerator.process_index == 0:
             output["prompt_ids"] = [[5, 6, 7, 8] * 17 + row for row in output["prompt_ids"]]
         if "routes" in options:
             output["routed_experts"] = [
@@ -171,7 +172,8 @@ def run(case: str, folder: Path) -> dict:
     from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 
     backend, family, kind, *options = case.split(":")
-    arguments = recorded.arguments(folder, **{"router_aux_loss_coef": 0.0, "max_steps": 2, **KINDS[kind]})
+    small = {"router_aux_loss_coef": 0.0, "max_steps": 2, "per_device_train_batch_size": 2}  # a group on each rank
+    arguments = recorded.arguments(folder, **{**small, **KINDS[kind]})
     for option in options:
         arguments |= {k: v for k, v in OPTIONS[option].items() if kind != "stock" or not k.startswith("tree_")}
     arguments |= {k: v for k, v in backend_options(backend).items() if k not in arguments}
