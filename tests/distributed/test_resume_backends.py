@@ -21,7 +21,7 @@ GROUP = {"per_device_train_batch_size": 2}
 LONG = {
     **GROUP,
     "max_steps": 5,
-    "save_steps": 2,
+    "save_steps": 3,
     "optim": "adamw_torch",
     "learning_rate": 0.01,
     "gradient_accumulation_steps": 1,
@@ -77,13 +77,14 @@ def folder(tmp_path_factory):
 
 def whole_and_resumed(folder, case):
     """The two jobs of a case."""
-    checkpoint = str(folder / case / "checkpoint-2")
-    return [job(folder, case, case), job(folder, case, f"{case}-resumed", resume=checkpoint)]
+    checkpoint = str(folder / case / "checkpoint-3")
+    options = {**LONG, "save_strategy": "no"}
+    return [job(folder, case, case), job(folder, case, f"{case}-resumed", options=options, resume=checkpoint)]
 
 
 @pytest.fixture(scope="module")
 def left(folder):
-    """Of each case an uninterrupted training, and one that goes on from its second checkpoint."""
+    """Of each case an uninterrupted training, and one that goes on from its first checkpoint."""
     jobs = []
     for case in CASES:
         jobs += whole_and_resumed(folder, case)
@@ -118,7 +119,7 @@ def assert_resumed(left, case):
         for one in (whole, resumed):
             assert (one["world_size"], one["distributed_type"], one["wrapper"]) == (2, *wrapper)
             assert one["layers_gathered_at_once"] == (3 if case == "zero3" else 0)  # a frozen base has none
-        assert_equal(resumed, whole, steps=3)
+        assert_equal(resumed, whole, steps=2)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -151,13 +152,13 @@ def killed(folder, case, die):
 
 def test_killed_in_a_save(folder, left):
     """A half-written checkpoint is passed over, by name. (What a launcher does: test_ranks_benchmark.py.)"""
-    path, again = killed(folder, "ddp", die=[0, "save", 4])
+    path, again = killed(folder, "ddp", die=[0, "save", 5])
     with pytest.raises(AssertionError, match="process 0 failed"):
         run_processes(SCRIPT, path)
     for rank, found in enumerate(run(folder, [again])["ddp-again"]):
         said = [text for text in found["warnings"] if "passed over" in text]
-        assert len(said) == 1 and "checkpoint-2" in said[0] and "checkpoint-4: it is half-written" in said[0]
-        assert_equal(found, left["ddp"][rank], steps=3)
+        assert len(said) == 1 and "checkpoint-3" in said[0] and "checkpoint-5: it is half-written" in said[0]
+        assert_equal(found, left["ddp"][rank], steps=2)
 
 
 @pytest.mark.exhaustive

@@ -65,6 +65,8 @@ def import_ours() -> None:
     import harts_hf.cli.train
     import harts_hf.trainers.load_picture
 
+    # A third of a second at each checkpoint: tests/trainers/test_expert_load.py looks at it.
+    harts_hf.trainers.load_picture.plot_expert_load = lambda *_: None
     _ = (harts_hf.TreeGRPOTrainer, harts_hf.TreePPOTrainer, harts_hf.TreeSFTTrainer)
 
 
