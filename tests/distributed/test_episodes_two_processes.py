@@ -1,7 +1,7 @@
 """Two processes with unequal numbers of rows train as the loop over samples does, which knows no processes.
 
 Under DDP in float64; FSDP2 and ZeRO-3 in float32, where stock TRL's backends differ by 1.2e-7 after three such steps
-that move parameters by 3e-3 (see test_two_processes.py).
+that move parameters by 3e-3 (see test_ranks.py).
 """
 
 import pickle

@@ -1,6 +1,6 @@
 """Expert parallelism of Transformers: each process has some experts, and sends them tokens of all.
 
-Budget: as in test_two_processes.py; stock TRL with spread experts differs from stock TRL under DDP by 6e-8 after three
+Budget: as in test_ranks.py; stock TRL with spread experts differs from stock TRL under DDP by 6e-8 after three
 SGD steps that move parameters by 3e-3.
 """
 

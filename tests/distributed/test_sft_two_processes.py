@@ -1,7 +1,7 @@
 """Supervised training on two processes equals stock TRL's on the same backend and batches.
 
 Under DDP in float64; FSDP2 and ZeRO-3 in float32, where stock TRL's backends differ by 1.2e-7 after three steps that
-move parameters by 3e-3 (see test_two_processes.py).
+move parameters by 3e-3 (see test_ranks.py).
 """
 
 import pickle

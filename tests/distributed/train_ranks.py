@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from support.backends import allow_fsdp_on_cpu, backend_options
 from support.counted import SPEED, CountedGRPOTrainer
 from support.oracle import float64_everywhere
-from support.backends import allow_fsdp_on_cpu, backend_options
 
 TREE = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64}
 KINDS = {

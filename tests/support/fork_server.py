@@ -15,6 +15,7 @@ In ``FOLDER`` are two sockets: forks of "packages" have other people's packages,
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -24,50 +25,54 @@ import socket
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 # What this interpreter has installed: neither this file's folder nor PYTHONPATH.
 INSTALLED = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 
 
+# Imported for their own sake.
+PACKAGES = (
+    "matplotlib.figure",
+    "peft",
+    *(f"transformers.models.{one}.modeling_{one}" for one in ("bailing_hybrid", "qwen3_5", "qwen3_5_moe")),
+)
+OURS = (
+    "harts_hf.cli.train",
+    *(f"support.{name}" for name in ("backends", "episodes", "oracle", "recorded", "schedules", "texts")),
+)
+
+
 def import_packages() -> None:
     """What others wrote."""
-    from unittest.mock import patch
-
     import torch
 
     with patch.object(torch, "compile", lambda function=None, **_: function or (lambda one: one)):
-        # A second of every DeepSpeed process: its optimizer Muon, with which nobody trains here, is compiled when it is
-        # imported, and torch's compiler with it.
-        import deepspeed
+        # A second of each process that has DeepSpeed: its optimizer Muon, with which nobody trains here, is compiled
+        # when it is imported, and torch's compiler with it.
         import deepspeed.runtime.zero.muon.muon_optimizer
-    import matplotlib.figure
-    import peft
     import trl
-    from transformers.models.bailing_hybrid import modeling_bailing_hybrid
-    from transformers.models.qwen3_5 import modeling_qwen3_5
-    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
     _ = (trl.GRPOTrainer, trl.SFTTrainer)  # imported on first use
+    for name in PACKAGES:
+        importlib.import_module(name)
     # Compiled for two minutes on a new machine; gloo adds up as well.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def import_ours() -> None:
     """This package, and what tests share."""
-    import support.episodes
-    import support.oracle
-    import support.recorded
-    import support.schedules
-    import support.texts
+    import harts_hf
+    from harts_hf.trainers import load_picture
 
-    import harts_hf.cli.train
-    import harts_hf.trainers.load_picture
-
-    # A third of a second at each checkpoint: tests/trainers/test_expert_load.py looks at it.
-    harts_hf.trainers.load_picture.plot_expert_load = lambda *_: None
     _ = (harts_hf.TreeGRPOTrainer, harts_hf.TreePPOTrainer, harts_hf.TreeSFTTrainer)
+    for name in OURS:
+        importlib.import_module(name)
+    # A third of a second at each checkpoint: tests/trainers/test_expert_load.py looks at it.
+    load_picture.plot_expert_load = lambda *_: None
 
 
 def listening(path: Path) -> socket.socket:
@@ -176,10 +181,8 @@ class Fork:
 
     def say(self, what: Any) -> None:
         """If somebody listens."""
-        try:
+        with suppress(OSError):
             self.connection.sendall(json.dumps(what).encode() + b"\n")
-        except OSError:
-            pass
 
 
 def run(request: dict[str, Any]) -> None:
