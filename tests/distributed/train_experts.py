@@ -47,7 +47,7 @@ def main() -> None:
         model.train()
         tree = kind.startswith("tree")
         options = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64} if tree else {}
-        options |= {"per_device_train_batch_size": 2, "max_steps": 2}
+        options["max_steps"] = 2
         trainer = (TreeGRPOTrainer if tree else GRPOTrainer)(
             model,
             recorded.recorded_reward,
