@@ -24,12 +24,12 @@ def left(tmp_path_factory):
     return [torch.load(folder / f"experts-{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("way", ["tree-experts", "tree-kept-graphs", "tree-keep"])
+@pytest.mark.parametrize("way", ["tree-experts", "tree-kept-graphs"])
 def test_spread_experts_train_as_whole_ones(way, left):
     """Experts get compact rows of a tree from all processes; parameters are those of stock TRL under DDP.
 
-    Graphs are recomputed, kept through backwards of other microbatches, or all kept. The processes have other numbers
-    of microbatches, which makes a difference: a backward sends gradients to where its forward had the rows from.
+    Activation checkpointing is on, then off. The processes open and close graphs at other places, so a dummy is open
+    above a microbatch that its process is done with: gradients have to go back to where rows came from.
     """
     for rank in left:
         stock, experts, tree = (rank[kind] for kind in ("stock-ddp", "stock-experts", way))

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 FAMILY, JOINED = "qwen3_5_moe_text", "bailing_hybrid"
-KINDS = ("stock-ddp", "stock-experts", "tree-experts", "tree-kept-graphs", "tree-keep")
+KINDS = ("stock-ddp", "stock-experts", "tree-experts", "tree-kept-graphs")
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -57,8 +57,6 @@ def main() -> None:
         tree = kind.startswith("tree")
         options = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64} if tree else {}
         options |= {"gradient_checkpointing": kind in ("stock-experts", "tree-experts")}
-        if kind == "tree-keep":
-            options |= {"tree_execution": "keep", "tree_max_tokens_per_microbatch": 32}
         options |= {"max_steps": 2, "per_device_train_batch_size": 2}  # ranks open and close graphs at other places
         trainer = (TreeGRPOTrainer if tree else GRPOTrainer)(
             model,
