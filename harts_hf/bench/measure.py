@@ -116,6 +116,7 @@ class _Bench:
             self._collect()
             if seconds < best:
                 best, timed.setting, self.chosen[kind] = seconds, setting, side
+                timed.rows_per_batch = side.rows_per_batch
             elif kind in sides.STOCK_KINDS:
                 break  # larger batches pad more
         if kind in self.chosen and timed is not None:

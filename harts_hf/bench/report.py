@@ -79,6 +79,7 @@ def row_of(measured: StepMeasured, **about: Any) -> dict[str, Any]:
 def _side(timed: Timed) -> dict[str, Any]:
     return {
         "setting": timed.setting.label,
+        "rows_per_batch": timed.rows_per_batch,
         "tried": timed.tried,
         "microbatches": timed.microbatches,
         "seconds_of_steps": timed.seconds,
