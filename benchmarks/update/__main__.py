@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
         groups = steps_in(options.shapes, task.workload, dry=dry, variant=task.variant)[task.step]
         rollouts = StepRollouts.of(groups, vocab_size=vocab_size_of(model), labels=variant.get("labels", "recorded"))
         kinds = tuple(options.sides or kinds_of(task))
-        rows = [row for row in (*result["rows"], *known) if row["model"] == options.model]
+        rows = [row for row in (*result["rows"], *known) if row["model"] == options.model and "sides" in row]
         bench = BenchOptions(
             budgets=tuple(options.budgets), batch_sizes=tuple(options.batch_sizes), kinds=kinds,
             steps=options.steps,
