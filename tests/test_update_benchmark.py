@@ -97,6 +97,7 @@ def test_an_ideal_with_what_a_later_sweep_says_of_microbatches():
     restated = merging.restated(found, {"packed": 0.1})
     assert restated["ideal_seconds"] == pytest.approx({"rows": 0.27, "optimizer": 0.1, "microbatches": 0.1})
     assert restated["efficiency"] == pytest.approx(0.94) and restated["ideal"] == pytest.approx(4.0 / 0.47)
+    assert tables.efficiencies([restated]) == pytest.approx((0.94, 0.8))  # 3 x 0.1 s shared like rows, not 0.1 s whole
     assert merging.restated({**found, "microbatch_seconds": {"packed": 0.2}}, {"packed": 0.1})["ideal"] == 10.0
 
 

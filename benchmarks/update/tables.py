@@ -58,8 +58,10 @@ def steps(record: Mapping[str, Any], workload: str) -> Iterator[str]:
 
 
 def efficiencies(rows: list[Mapping[str, Any]]) -> tuple[float, float]:
-    """Of some timed steps together, what they reached of the ideal, and of one without constants of microbatches, whose
-    time is divided like that of any row: what is taken for such a constant is a rough figure."""
+    """Of some timed steps together, what they reached of the ideal, and of one without constants of microbatches.
+
+    Their time is then divided like that of any row: what is taken for such a constant is a rough figure.
+    """
     ideal = without = 0.0
     for row in rows:
         seconds = row["ideal_seconds"]
