@@ -196,11 +196,15 @@ def test_no_row_without_what_proves_it(parts):
         judging.judged(parts[2:])
     with pytest.raises(SystemExit, match="no parity-one-1-miniswe1 beside"):
         judging.judged(parts[1:])
-    for place, said in ((2, "other metrics than time-one-1-tau50"), (3, "packed 32768 has other metrics than tree")):
-        broken = copy.deepcopy(parts)
-        broken[place]["steps"][-2 if place == 3 else -1]["entropy"] = 11.1
-        with pytest.raises(SystemExit, match=said):
-            judging.judged(broken)
+    for place, said in (
+        (2, "other metrics than (tree 32768|time-one-1-tau50)"),
+        (3, "packed 32768 has other metrics than tree"),
+    ):
+        for metric, value in (("entropy", 11.1), ("loss", -0.021), ("grad_norm", 9.0), ("grad_norm", math.nan)):
+            broken = copy.deepcopy(parts)
+            broken[place]["steps"][-2 if place == 3 else -1][metric] = value
+            with pytest.raises(SystemExit, match=said):
+                judging.judged(broken)
     with pytest.raises(SystemExit, match=r"kill-fsdp2-2-miniswe1.*nothing is reported"):
         judging.judged([*parts[:4], {**parts[4], "passed": False}])
     in_float32 = [{**one, "dtype": "float32"} for one in parts[2:4]]
@@ -213,14 +217,21 @@ def test_no_row_without_what_proves_it(parts):
 def test_record(parts, tmp_path, capsys):
     """Jobs lie beside what the record has, each as measured last; the picture is drawn; devices are not mixed."""
     record = tmp_path / "ranks.json"
-    record.write_text(json.dumps({"device": "d", "rows": [1]}))
+    earlier = json.loads(recorder.RECORD.read_text())
+    record.write_text(json.dumps({**earlier, "device": "d", "jobs": {}}))
     for number, one in enumerate(parts):
         (tmp_path / f"{number}.json").write_text(json.dumps(one))
     command = ["record", *(str(tmp_path / f"{number}.json") for number in range(5)), "--record", str(record)]
     ranks.main(command)
     ranks.main(command)
     found = json.loads(record.read_text())
-    assert found["rows"] == [1] and [len(found["jobs"][kind]) for kind in recorder.KINDS] == [2, 1, 1, 0, 0]
+    assert found["rows"] == earlier["rows"] and [len(found["jobs"][kind]) for kind in recorder.KINDS] == [
+        2,
+        1,
+        1,
+        0,
+        0,
+    ]
     printed = capsys.readouterr().out
     assert "bars not met: lost" in printed and "11.00x" in printed and (tmp_path / "ranks_scaling.png").exists()
     with pytest.raises(SystemExit, match="results of one kind of device, got d, e"):

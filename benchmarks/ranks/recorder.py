@@ -12,8 +12,8 @@ KINDS = ("rows", "parity", "killed", "large", "fit")
 
 
 def merged(old: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The record with what was found: each job as measured last. Rows of ``python -m benchmarks.gpu run ranks`` are
-    beside it, under ``rows``; what this makes is under ``jobs``.
+    """The record with what was found: each job as measured last, under ``jobs``. ``rows`` beside it are two H200s' of an
+    earlier benchmark (docs/gpu.md).
 
     Raises:
         SystemExit: what :func:`benchmarks.ranks.judging.judged` refuses; parts of several devices.
