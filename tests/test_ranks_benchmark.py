@@ -254,7 +254,7 @@ def test_no_row_without_what_proves_it(parts):
 def test_record(parts, tmp_path, capsys):
     """Jobs lie beside what the record has, each as measured last; the picture is drawn; devices are not mixed."""
     record = tmp_path / "ranks.json"
-    earlier = json.loads(recorder.RECORD.read_text())
+    earlier = json.loads(ranks.RECORD.read_text())
     record.write_text(json.dumps({**earlier, "device": "d", "jobs": {}}))
     files = [tmp_path / "one.json", tmp_path / "call.json"]
     for file, content in zip(files, (parts[0], {"parts": parts[1:]}), strict=True):
@@ -270,12 +270,14 @@ def test_record(parts, tmp_path, capsys):
     assert "bars not met: lost" in printed and "11.00x" in printed and (tmp_path / "ranks_scaling.png").exists()
     with pytest.raises(SystemExit, match="results of one kind of device, got d, e"):
         recorder.merged({}, [*parts, {**parts[0], "device": "e"}])
+    with pytest.raises(SystemExit, match="results of one kind of device, got d, e"):
+        recorder.merged({"device": "e"}, parts)
 
 
 def test_predictions_of_the_page_are_the_record_s():
     """Layers that fit, and the planner's model of 64 GPUs; nobody says that four or eight were measured."""
     page = (Path(__file__).parents[1] / "docs" / "ranks.md").read_text()
-    jobs = json.loads(recorder.RECORD.read_text())["jobs"]
+    jobs = json.loads(ranks.RECORD.read_text())["jobs"]
     fits = {fit["gpus"]: fit for fit in jobs["fit"]}
     for backend, label in (("zero3", "ZeRO-3"), ("fsdp2", "FSDP2")):
         found = [(fits[gpus][backend]["layers"], fits[gpus][backend]["predicted_peak"] / 1e9) for gpus in (2, 4, 8)]

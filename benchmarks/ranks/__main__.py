@@ -16,7 +16,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.gpu.record import RESULTS
 from benchmarks.ranks.jobs import CALL_SECONDS, text_of
+
+RECORD = RESULTS / "ranks_h200.json"
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -45,7 +48,7 @@ def command_line() -> argparse.ArgumentParser:
     for one in (run, fit):
         one.add_argument("--shapes", type=Path, required=True)
     record.add_argument("parts", type=Path, nargs="+")
-    record.add_argument("--record", type=Path, default=Path(__file__).parents[1] / "results" / "ranks_h200.json")
+    record.add_argument("--record", type=Path, default=RECORD)
     return parser
 
 

@@ -4,11 +4,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.record import RESULTS, parts_in, read, write
+from benchmarks.gpu.record import parts_in, read, write
 from benchmarks.ranks.jobs import Job, jobs_for
 from benchmarks.ranks.judging import judged
 
-RECORD = RESULTS / "ranks_h200.json"
 KINDS = ("rows", "parity", "killed", "large", "fit")
 
 
@@ -19,9 +18,9 @@ def merged(old: dict[str, Any], parts: list[dict[str, Any]]) -> tuple[dict[str, 
     (docs/gpu.md).
 
     Raises:
-        SystemExit: what :func:`benchmarks.ranks.judging.judged` refuses; parts of several devices.
+        SystemExit: what :func:`benchmarks.ranks.judging.judged` refuses; another device than the record's, or several.
     """
-    devices = {part["device"] for part in parts if "device" in part}
+    devices = {part["device"] for part in (old, *parts) if "device" in part}
     if len(devices) > 1:
         raise SystemExit(f"expected results of one kind of device, got {', '.join(sorted(devices))}")
     new = judged(parts)
@@ -29,7 +28,7 @@ def merged(old: dict[str, Any], parts: list[dict[str, Any]]) -> tuple[dict[str, 
     for kind in KINDS:
         by_name = {row["job"]: row for row in (*jobs.get(kind, ()), *new[kind])}
         jobs = {**jobs, kind: list(by_name.values())}
-    return {**old, "device": devices.pop() if devices else old.get("device"), "jobs": jobs}, new["left_out"]
+    return {**old, "device": next(iter(devices), None), "jobs": jobs}, new["left_out"]
 
 
 def main(options: argparse.Namespace) -> None:

@@ -196,8 +196,8 @@ class LinearTables(Tables):
         """N."""
         return len(self.row_slots)
 
-    # On a GPU nobody asks for these two: kernels there read packed chains. No fields: what is made of these tables stays
-    # with them, and `dataclasses.replace` does not take it along.
+    # On a GPU nobody asks for these two: kernels there read packed chains. They are no fields: `dataclasses.replace`
+    # does not take along what was made of these tables.
     @cached_property
     def gather(self) -> GatherIndex:
         """``M * C`` positions over the ``E + N`` rows, as :attr:`slot_rows` has them."""
