@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from support.launching import run_processes
 
@@ -146,19 +147,36 @@ def test_speed_needs_its_verdict(gpu: Any, tmp_path: Path) -> None:
         assert bool(found["failures"]) is not reported and found["device"] == "d"
 
 
+# As torchrun, which begins its workers in sessions of their own.
+SLEEPER = """
+import pathlib, subprocess, time
+worker = subprocess.Popen(["sleep", "60"], start_new_session=True)
+pathlib.Path(__file__).with_name(f"{worker.pid}.pid").write_text(str(worker.pid))
+time.sleep(60)
+"""
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; an ended one that nobody has waited for does not."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
 def test_jobs_end_in_time_and_go_on(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that hangs is killed, one that this commit has done is not run again, one too late is not begun."""
+    """A job that hangs is killed with what it has begun, one that this commit has done is not run again, one too late
+    is not begun."""
     monkeypatch.setenv("HARTS_COMMIT", "now")
-    (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(60)")
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
     environment = {"PYTHONPATH": str(tmp_path)}
     for commit in ("before", "now"):
         gpu.record.write(tmp_path / f"{commit}.json", {"commit": commit, "failures": {}})
-    hangs = gpu.processes.Job("hangs", "s", 0.5, (), module="sleeper")
+    hangs = gpu.processes.Job("hangs", "s", 2.5, (), module="sleeper")
     done = gpu.processes.Job("done", "s", 0.5, (), (tmp_path / "now.json",), module="sleeper")
-    stale = gpu.processes.Job("stale", "s", 0.5, (), (tmp_path / "before.json",), module="sleeper")
+    stale = gpu.processes.Job("stale", "s", 2.5, (), (tmp_path / "before.json",), module="sleeper")
     arguments = (tmp_path, environment, lambda: None)
     wrong = gpu.processes.run_jobs([hangs, done, stale], 3, time.monotonic() + 60, *arguments)
     assert set(wrong) == {"hangs", "stale"} and set(wrong.values()) <= {"exit -9", "exit -10"}
+    begun = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+    assert begun and not any(map(runs, begun))
     assert gpu.processes.run_jobs([hangs, done], 3, time.monotonic() + 1, *arguments) == {
         "hangs": "not begun: no time left"
     }
