@@ -82,7 +82,8 @@ def test_a_call_goes_on_where_one_ended(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HARTS_COMMIT", "c")
     monkeypatch.setattr(calls.signal, "signal", lambda *_: None)  # this process's stays
     monkeypatch.setattr(processes, "run_jobs", run_jobs)
-    (tmp_path / "earlier.json").write_text(json.dumps({"parts": [{"job": "parity-one-1-miniswe1", "commit": "c"}]}))
+    done = [{"job": "parity-one-1-miniswe1", "commit": "c"}, {"job": "kill-ddp-4-miniswe1", "commit": "b"}]
+    (tmp_path / "earlier.json").write_text(json.dumps({"parts": done}))
     command = ["call", "--gpus", "4", "--shapes", str(SHAPES), "--out", str(tmp_path / "out")]
     command += ["--work", str(tmp_path / "work"), "--earlier", str(tmp_path / "earlier.json")]
     jobs = ["parity-one-1-miniswe1", "parity-ddp-2-miniswe1", "time-ddp-4-tau50", "parity-zero3-2-miniswe1"]

@@ -32,8 +32,8 @@ def command_of(job: Job, options: argparse.Namespace, result: Path) -> tuple[str
 
 
 class Bundle:
-    """All result files of a folder in one, which is written anew when one of them has changed: few files come back
-    from a machine that is lent."""
+    """All of this commit's result files of a folder in one, which is written anew when one of them has changed: few
+    files come back from a machine that is lent."""
 
     def __init__(self, work: Path, path: Path) -> None:
         self.work, self.path = work, path
@@ -50,7 +50,9 @@ class Bundle:
         """Whole or not at all."""
         stamps = {path: path.stat().st_mtime_ns for path in sorted(self.work.glob("*.json"))}
         if stamps != self._stamps:
-            record.write(self.path, {"parts": [record.read(path) for path in stamps]})
+            parts = map(record.read, stamps)
+            own = [part for part in parts if record.commit() in (None, part.get("commit"))]
+            record.write(self.path, {"parts": own})
             self._stamps = stamps
 
 
