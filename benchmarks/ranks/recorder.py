@@ -64,7 +64,7 @@ def table_of(jobs: dict[str, Any]) -> str:
             f"{row['seconds']:8.3f}", f"{row['speedup']:8.2f}x" if "speedup" in row else f"{'':9}",
             f"{row['scaling']:8.3f}" if "scaling" in row else f"{'':8}", f"{row['lost']:6.1%}",
             f"{row['planner_share']:8.2%}", f"{row['exchanged_bytes'] / 1e6:12.2f}",
-            f"{max(row['peak_memory']) / 1e9:9.1f}",
+            f"{min(row['peak_memory']) / 1e9:9.1f} to {max(row['peak_memory']) / 1e9:.1f}",
         ]  # fmt: skip
         lines.append(f"{row['job']:30}" + " ".join(cells))
         missed = [name for name, met in row.get("bars", {}).items() if not met]
