@@ -66,8 +66,8 @@ def refuse_left_over(parser: argparse.ArgumentParser, options: argparse.Namespac
     """
     if left and not any(word.startswith("-") for word in left):
         raise ValueError(
-            f"expected one file of rollouts, got {1 + len(left)}: {', '.join([options.rollouts, *left])} (JSONL files of "
-            "one form, whose groups have different names, can be joined: cat A B > ALL)"
+            f"expected one file of rollouts, got {1 + len(left)}: {', '.join([options.rollouts, *left])} (JSONL files "
+            "of one form, whose groups have different names, can be joined: cat A B > ALL)"
         )
     if left:
         parser.error(f"unrecognized arguments: {' '.join(left)}")
