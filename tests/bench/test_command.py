@@ -57,6 +57,10 @@ def test_messages_are_rendered_by_the_models_tokenizer(tmp_path, monkeypatch, ca
     assert status == 2 and "messages need a tokenizer" in output.err and not seen
     tokenizer.save_pretrained(tmp_path / "model")
     status, output = run(capsys, "--model", tmp_path / "model", tmp_path / "m.jsonl", *FEW)
+    assert status == 2 and "expected a tokenizer with a pad or an end token" in output.err and not seen
+    tokenizer.eos_token = "z"
+    tokenizer.save_pretrained(tmp_path / "model")
+    status, output = run(capsys, "--model", tmp_path / "model", tmp_path / "m.jsonl", *FEW)
     assert status == 2 and "measured" in output.err
     assert "rollouts: 2 samples of 1 conversation (messages), one per turn; 1 group" in output.out
     ((rollouts, found),) = seen
