@@ -102,6 +102,7 @@ def test_every_side_trains_the_same_and_is_timed(model, shapes, tmp_path, capsys
     # Rounding, not nothing: each side has computed its own gradient.
     assert all(0 < one["gradients"] < 1e-4 for one in row["parity"]["differences"].values())
     assert next(iter(row["parity"]["differences"])) == "stock 1, rounded again"
+    assert "512 tokens" in output.out and ("1 row " in output.out or "2 rows" in output.out)
     assert "efficiency" in output.out and "parity: gradients differ from stock 1's by" in output.out
     assert plot.stat().st_size > 10_000
 
