@@ -54,7 +54,9 @@ def collect_step(part: dict) -> dict:
 def extend_step(old: dict, new: dict) -> dict:
     """``new`` with the rows that only ``old`` has: those of another commit, too."""
     names = ("model", "workload", "checkpointing", "sharing", "fused_modules", "max_tokens_per_microbatch", "commit")
-    return {**old, **new, "rows": _extended(old, new, lambda row: tuple(row[name] for name in names))}
+    some = ("old_log_probs", "rows_per_batch")
+    rows = _extended(old, new, lambda row: (*(row[name] for name in names), *map(row.get, some)))
+    return {**old, **new, "rows": rows}
 
 
 def _extended(old: dict, new: dict, key: Callable[[dict], tuple]) -> list[dict]:
