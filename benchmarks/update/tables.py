@@ -83,7 +83,7 @@ def _figures(record: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
     return [
         f"{row['tokens']:,} / {row['unique_tokens']:,}", f"{row['sharing_ratio']:.2f}",
         _seconds(row["seconds"]), f"{_seconds(row['baseline_seconds'])}{mark['baseline']}",
-        f"**{row['speedup']:.2f}x**", _reached(row["ideal"], timed),
+        f"**{row['speedup']:.2f}x**", _reached(row["ideal"], timed) if timed else "",
         f"{row['speedup_collapsed']:.2f}x{mark['collapsed']}" if "speedup_collapsed" in row else "",
         f"**{row['speedup_stock']:.1f}x**{mark['stock']}" if "speedup_stock" in row else "",
         f"{row['planner_share']:.1%}", f"{row['peak_memory'] / 1e9:.0f} / {row['baseline_peak_memory'] / 1e9:.0f} GB",
