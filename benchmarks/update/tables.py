@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 TOTALS = (
-    "| rollouts | steps | tokens / unique | ratio | tree | best without sharing | | ideal, reached | "
-    "nested collapsed | stock TRL | planning | memory |",
+    "| rollouts | steps | tokens / unique | ratio | tree | best without sharing | | "
+    "ideal, reached (without constants) | nested collapsed | stock TRL | planning | memory |",
     "|---|---|---|---|---|---|---|---|---|---|---|---|",
 )
 STEPS = (
-    "| group | samples | tokens / unique | ratio | tree | without sharing | | ideal, reached | stock TRL | |",
+    "| group | samples | tokens / unique | ratio | tree | without sharing | | ideal, reached (without constants) | "
+    "stock TRL | |",
     "|---|---|---|---|---|---|---|---|---|---|",
 )
 
@@ -25,7 +26,7 @@ def totals(record: Mapping[str, Any]) -> Iterator[str]:
         yield _line(
             f"`{name}`", row["steps"], f"{row['tokens']:,} / {row['unique_tokens']:,}", f"{row['sharing_ratio']:.2f}",
             _seconds(row["seconds"]), f"{_seconds(row['baseline_seconds'])}{mark['baseline']}",
-            f"**{row['speedup']:.2f}x**", f"{row['ideal']:.2f}x, {row['efficiency']:.2f}",
+            f"**{row['speedup']:.2f}x**", _ideal(row),
             f"{row['speedup_collapsed']:.2f}x{mark['collapsed']}" if "speedup_collapsed" in row else "",
             f"**{row['speedup_stock']:.1f}x**{mark['stock']}" if "speedup_stock" in row else "",
             f"{row['planner_share']:.1%}", memory,
@@ -41,10 +42,16 @@ def steps(record: Mapping[str, Any], workload: str) -> Iterator[str]:
             row["step"], row["trajectories"], f"{row['tokens']:,} / {row['unique_tokens']:,}",
             f"{row['sharing_ratio']:.1f}", _seconds(row["seconds"]),
             _seconds(row["baseline_seconds"]) if has_ideal else "", f"{row['speedup']:.2f}x" if has_ideal else "",
-            f"{row['ideal']:.2f}x, {row['efficiency']:.2f}" if has_ideal else "",
+            _ideal(row) if has_ideal else "",
             _seconds(row["stock_seconds"]) if "stock_seconds" in row else "",
             f"{row['speedup_stock']:.1f}x" if "stock_seconds" in row else "",
         )  # fmt: skip
+
+
+def _ideal(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['ideal']:.2f}x, {row['efficiency']:.2f} ({row['ideal_at_most']:.2f}x, {row['efficiency_at_least']:.2f})"
+    )
 
 
 def _seconds(value: float) -> str:

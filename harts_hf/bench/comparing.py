@@ -6,6 +6,7 @@ little in common. There all sides are told which experts to take (:mod:`harts_hf
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from harts_hf.bench.parity import (
     StepResult,
     differences_of,
     judge,
+    relative,
     relative_difference,
     sketch_gradients,
 )
 from harts_hf.bench.rollouts import StepRollouts
 from harts_hf.bench.same_routes import ReplayInStock, RoundedAgain, record_routes
-from harts_hf.bench.sides import PACKED, TREE, Setting, Side, build_side
+from harts_hf.bench.sides import COLLAPSED, PACKED, TREE, Setting, Side, build_side
 from harts_hf.modeling import find_routers
 from harts_hf.trainers import TreeGRPOConfig
 
@@ -71,7 +73,8 @@ class Comparison:
         own: dict[str, dict[str, float]] = {}
         if find_routers(self.model):
             tree = next(setting for setting in settings if setting.kind == TREE)
-            once = list({setting.kind: setting for setting in reversed(settings)}.values())[::-1]
+            once = list({one.kind: one for one in reversed(settings) if one.kind in (PACKED, TREE)}.values())[::-1]
+            once = list(dict.fromkeys([settings[0], *once]))
             free = {setting.label: self._step(setting, self.rollouts)[0] for setting in once}
             own = differences_of(free, once[0].label)
             self.progress("noting routes")
@@ -83,21 +86,23 @@ class Comparison:
         for setting in settings:
             results[setting.label], part = self._step(setting, known)
             flips |= {} if part is None else {setting.label: part}
-            if setting.kind in sides.STOCK_KINDS:
+            if setting is settings[0] and setting.kind in sides.STOCK_KINDS:
                 results[setting.label + ROUNDED], _ = self._step(setting, known, rounded=True)
         packed = results[next(setting.label for setting in settings if setting.kind == PACKED)]
         from_packed = {
             name: relative_difference(result.sketch, packed.sketch)
             for name, result in results.items()
-            if name.startswith((PACKED, TREE)) and result is not packed
+            if name.startswith((PACKED, COLLAPSED, TREE)) and result is not packed
         }
+        norms = {name: relative(results[name].grad_norm, packed.grad_norm) for name in from_packed}
         reference = settings[0].label
         differences = differences_of(results, reference)
-        limits, failures = judge(differences, from_packed, flips, dtype, reference=reference)
+        limits, failures = judge(differences, from_packed, flips, dtype, reference=reference, norms=norms)
         return Parity(
             reference=reference, differences=differences, from_packed=from_packed, limits=limits, failures=failures,
             tokens=known.num_tokens, trajectories=len(known.token_ids),
             routes="own" if known.routes is None else "same", flips=flips, own_routes=own,
+            norms_from_packed=norms,
         )  # fmt: skip
 
     def _step(
@@ -132,19 +137,25 @@ def compared_step(side: Side) -> StepResult:
         log = side.step()
     finally:
         side.clock.on_gradients = None
-    return StepResult(sketch=sketches[0], grad_norm=log.get("grad_norm"), loss=log["loss"], entropy=log["entropy"])
+    norm, most = log.get("grad_norm"), side.trainer.args.max_grad_norm
+    # Clipped to one norm, gradients of different scales would be equal; undone here, clipping is compared, too.
+    clipped_by = max(1.0, norm / most) if norm is not None and most else 1.0
+    sketch = {name: values * clipped_by for name, values in sketches[0].items()}
+    return StepResult(sketch=sketch, grad_norm=norm, loss=log["loss"], entropy=log["entropy"])
 
 
 def settings_compared(chosen: Sequence[Setting], rollouts: StepRollouts, budget: int) -> list[Setting]:
-    """Stock TRL if it was chosen; without padding, and the tree, in one microbatch or few and in half as large ones.
+    """Every side that was chosen; without padding, and the tree, in one microbatch or few and in half as large ones.
 
     TRL's means over a batch's rows depend on which rows are in it, and rows that fill a batch up change the
     advantages' scale, so stock trainers are compared in batches of one row.
     """
     size_of = {setting.kind: setting.size for setting in chosen}
-    stock = [Setting(kind=kind, size=1) for kind in sides.STOCK_KINDS if kind in size_of][:1]
+    stock = [Setting(kind=kind, size=1) for kind in sides.STOCK_KINDS if kind in size_of]
     found = []
     for kind, rows in ((PACKED, rollouts.num_tokens), (TREE, rollouts.tree.num_tokens)):
         size = max(SMALLEST, min(size_of.get(kind, budget), rows))
         found += [Setting(kind=kind, size=size), Setting(kind=kind, size=max(SMALLEST, size // 2))]
+    if COLLAPSED in size_of:
+        found.append(replace(found[0], kind=COLLAPSED))
     return [*stock, *dict.fromkeys(found)]

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from harts_hf.bench.clipping import Clipping, measure_clipping
 from harts_hf.bench.collapsing import collapse
 from harts_hf.bench.comparing import Comparison
 from harts_hf.bench.ideal import Ideal, Work, ideal_step, microbatch_constant
-from harts_hf.bench.parity import Parity
+from harts_hf.bench.parity import Parity, judge_whole
 from harts_hf.bench.results import BASELINES, BenchOptions, StepMeasured, Timed
 from harts_hf.bench.rollouts import StepRollouts
 from harts_hf.bench.sides import COLLAPSED, PACKED, TREE, Setting, Side, build_side
@@ -57,7 +58,9 @@ class _Bench:
     ) -> None:
         self.model, self.rollouts, self.args, self.tokenizer = model, rollouts, args, tokenizer
         self.options, self.progress = options, progress
-        self.device = next(model.parameters()).device
+        parameter = next(model.parameters())
+        self.device = parameter.device
+        self._dtype = torch.bfloat16 if args.bf16 else parameter.dtype
         self.optimizer: Any = None
         self.chosen: dict[str, Side] = {}
         self.timed: dict[str, Timed] = {}
@@ -66,6 +69,9 @@ class _Bench:
         self.decision = ""
 
     def run(self) -> StepMeasured:
+        # What the tree refuses, before stock trainers have run for minutes.
+        for setting in self.options.settings(TREE, self.rollouts):
+            build_side(setting, self.model, self.rollouts, self.args, self.tokenizer)
         for kind in (kind for kind in sides.KINDS if kind in self.options.kinds):
             self._choose(kind)
         needed = [[TREE]]
@@ -84,6 +90,11 @@ class _Bench:
                     if not done or (len(done) < wanted and sum(done) < self.options.seconds_per_side):
                         self.progress(f"step {number + 1} of {self.options.steps}: {side.setting.label}")
                         self._time(side, self.timed[kind])
+            parity = replace(parity, failures=[*parity.failures, *self._whole_steps()])
+            goes_on = parity.passed or self.options.times_anyway
+            if not goes_on:
+                for timed in self.timed.values():
+                    timed.seconds, timed.phases_of_steps = [], []
         clippings = self._clippings()
         ideals = self._ideals() if goes_on and self.options.stages else {}
         return StepMeasured(
@@ -92,12 +103,17 @@ class _Bench:
         )  # fmt: skip
 
     def _parity(self) -> Parity:
-        dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
         comparison = Comparison(
             self.model, self.rollouts.part(self.options.parity_tokens), self.args, self.tokenizer,
             optimizer=self.optimizer, old_log_probs=self.options.old_log_probs, progress=self.progress,
         )  # fmt: skip
-        return comparison.verdict([side.setting for side in self.chosen.values()], max(self.options.budgets), dtype)
+        chosen = [side.setting for side in self.chosen.values()]
+        return comparison.verdict(chosen, max(self.options.budgets), self._dtype)
+
+    def _whole_steps(self) -> list[str]:
+        """What timed steps say of one another: the comparison before them may be of a part of the trajectories."""
+        logs = {timed.setting.label: timed.log for kind, timed in self.timed.items() if kind not in sides.STOCK_KINDS}
+        return judge_whole(logs, self._dtype)
 
     def _choose(self, kind: str) -> None:
         """The fastest setting of a kind, by one step after a first that compiles."""
@@ -150,6 +166,7 @@ class _Bench:
         if clock.clocks:
             timed.clocks.append(clock.clocks)
         clock.report = None
+        timed.log = {name: side.log[name] for name in ("loss", "grad_norm", "entropy") if name in side.log}
         timed.clip_fraction = side.log.get("clip_ratio/region_mean")
 
     def _ideals(self) -> dict[str, Ideal]:
