@@ -87,7 +87,8 @@ def run(options: argparse.Namespace) -> None:
         kinds = tuple(options.sides or kinds_of(task))
         rows = [row for row in (*result["rows"], *known) if row["model"] == options.model]
         bench = BenchOptions(
-            budgets=tuple(options.budgets), batch_sizes=tuple(options.batch_sizes), kinds=kinds,
+            budgets=tuple(options.budgets), batch_sizes=tuple(options.batch_sizes),
+            slice_rows=tuple(options.slice_rows), kinds=kinds,
             steps=options.steps,
             steps_of={**dict.fromkeys(BASELINES, options.baseline_steps), **dict.fromkeys(STOCK_KINDS, 1)},
             seconds_per_side=options.max_seconds, old_log_probs=variant.get("old_log_probs", False),
@@ -179,7 +180,7 @@ def known_of(rows: Sequence[dict[str, Any]], unique_tokens: int, budgets: Sequen
     sizes: dict[str, int] = {}
     for row in rows:  # the first that has a side has tried all its sizes
         for kind, side in row["sides"].items():
-            sizes.setdefault(kind, int(side["setting"].rsplit(" ", 1)[1]))
+            sizes.setdefault(kind, int(side["setting"].rsplit(" ", 1)[1].partition("/")[0]))
     if PACKED in sizes:
         sizes.setdefault(COLLAPSED, sizes[PACKED])
     sizes[TREE] = next((budget for budget in sorted(budgets) if budget >= unique_tokens), max(budgets))
@@ -203,6 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs.add_argument("--sides", nargs="+", help="in place of those that the workload says")
     runs.add_argument("--budgets", type=int, nargs="+", default=[16384, 32768, 65536, 98304], help="of a microbatch")
     runs.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2], help="of stock trainers")
+    runs.add_argument("--slice-rows", type=int, nargs="+", default=[], help="of a batch of the others (default: many)")
     runs.add_argument("--shapes", type=Path, required=True)
     runs.add_argument("--out", type=Path, required=True)
     runs.add_argument("--steps", type=int, default=5)

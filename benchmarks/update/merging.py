@@ -76,7 +76,7 @@ def judged_again(row: dict[str, Any], parities: Sequence[Mapping[str, Any]]) -> 
     logs = {
         side["setting"]: side["log"]
         for kind, side in row["sides"].items()
-        if kind not in STOCK_KINDS and "log" in side
+        if kind not in STOCK_KINDS and "log" in side and side["rows_per_batch"] == row["sides"][TREE]["rows_per_batch"]
     }
     failures += judge_whole(logs, torch.bfloat16)
     found = {**parity, "limits": limits, "failures": failures, "passed": not failures}

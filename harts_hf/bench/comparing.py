@@ -25,9 +25,11 @@ from harts_hf.bench.parity import (
 )
 from harts_hf.bench.rollouts import StepRollouts
 from harts_hf.bench.same_routes import ReplayInStock, RoundedAgain, record_routes
-from harts_hf.bench.sides import COLLAPSED, PACKED, TREE, Setting, Side, build_side
+from harts_hf.bench.sides import COLLAPSED, PACKED, TREE, Setting, Side, build_side, rows_at_once
 from harts_hf.modeling import find_routers
 from harts_hf.trainers import TreeGRPOConfig
+from harts_hf.trainers.slicing import depends_on_slices
+from harts_hf.trainers.weighing import trained
 
 SMALLEST = 64  # tokens of a microbatch
 _FLIPS = "tree/engine_routing_flips"
@@ -68,7 +70,8 @@ class Comparison:
             budget: of a microbatch of this package's sides that are not.
             dtype: that the model computes in.
         """
-        settings = settings_compared(chosen, self.rollouts, budget)
+        in_rows = depends_on_slices(self.args) is not None
+        settings = settings_compared(chosen, self.rollouts, budget, in_rows=in_rows)
         known = self.rollouts
         own: dict[str, dict[str, float]] = {}
         if find_routers(self.model):
@@ -132,7 +135,13 @@ class Comparison:
 def compared_step(side: Side) -> StepResult:
     """One step, and what it came to."""
     sketches: list[dict[str, torch.Tensor]] = []
-    side.clock.on_gradients = lambda: sketches.append(sketch_gradients(side.trainer.model))
+    entropies: list[float] = []
+
+    def looked() -> None:
+        sketches.append(sketch_gradients(side.trainer.model))
+        entropies.append(entropy_of(side.trainer))
+
+    side.clock.on_gradients = looked
     try:
         log = side.step()
     finally:
@@ -141,21 +150,37 @@ def compared_step(side: Side) -> StepResult:
     # Clipped to one norm, gradients of different scales would be equal; undone here, clipping is compared, too.
     clipped_by = max(1.0, norm / most) if norm is not None and most else 1.0
     sketch = {name: values * clipped_by for name, values in sketches[0].items()}
-    return StepResult(sketch=sketch, grad_norm=norm, loss=log["loss"], entropy=log["entropy"])
+    return StepResult(sketch=sketch, grad_norm=norm, loss=log["loss"], entropy=entropies[0])
 
 
-def settings_compared(chosen: Sequence[Setting], rollouts: StepRollouts, budget: int) -> list[Setting]:
+def entropy_of(trainer: Any) -> float:
+    """Mean entropy of a step's trained tokens, before it is logged: TRL logs the mean of its batches' means."""
+    means = trainer._metrics["train"]["entropy"]
+    tokens = [float(trained(batch).sum()) for batch in trainer._buffered_inputs]
+    return sum(mean * count for mean, count in zip(means, tokens, strict=True)) / sum(tokens)
+
+
+def settings_compared(
+    chosen: Sequence[Setting], rollouts: StepRollouts, budget: int, *, in_rows: bool = False
+) -> list[Setting]:
     """Every side that was chosen; without padding, and the tree, in one microbatch or few and in half as large ones.
 
-    TRL's means over a batch's rows depend on which rows are in it, and rows that fill a batch up change the
-    advantages' scale, so stock trainers are compared in batches of one row.
+    Rows that fill a batch up change the advantages' scale, so stock trainers are compared in batches of one row, the
+    others in one batch.
+
+    Args:
+        chosen: what is timed.
+        rollouts: that are compared.
+        budget: of a microbatch of this package's sides that are not timed.
+        in_rows: whether all are compared in batches of one row, since the loss depends on which rows are in one.
     """
     size_of = {setting.kind: setting.size for setting in chosen}
     stock = [Setting(kind=kind, size=1) for kind in sides.STOCK_KINDS if kind in size_of]
     found = []
-    for kind, rows in ((PACKED, rollouts.num_tokens), (TREE, rollouts.tree.num_tokens)):
-        size = max(SMALLEST, min(size_of.get(kind, budget), rows))
-        found += [Setting(kind=kind, size=size), Setting(kind=kind, size=max(SMALLEST, size // 2))]
+    batch = 1 if in_rows or rows_at_once(rollouts) < len(rollouts.token_ids) else None
+    for kind, tokens in ((PACKED, rollouts.num_tokens), (TREE, rollouts.tree.num_tokens)):
+        size = max(SMALLEST, min(size_of.get(kind, budget), tokens))
+        found += [Setting(kind=kind, size=one, rows=batch) for one in (size, max(SMALLEST, size // 2))]
     if COLLAPSED in size_of:
         found.append(replace(found[0], kind=COLLAPSED))
     return [*stock, *dict.fromkeys(found)]

@@ -112,7 +112,9 @@ class _Bench:
 
     def _whole_steps(self) -> list[str]:
         """What timed steps say of one another: the comparison before them may be of a part of the trajectories."""
-        logs = {timed.setting.label: timed.log for kind, timed in self.timed.items() if kind not in sides.STOCK_KINDS}
+        rows = self.timed[TREE].rows_per_batch  # means of other batches are others
+        alike = [timed for kind, timed in self.timed.items() if kind not in sides.STOCK_KINDS]
+        logs = {timed.setting.label: timed.log for timed in alike if timed.rows_per_batch == rows}
         return judge_whole(logs, self._dtype)
 
     def _choose(self, kind: str) -> None:
@@ -132,6 +134,7 @@ class _Bench:
             self._collect()
             if seconds < best:
                 best, timed.setting, self.chosen[kind] = seconds, setting, side
+                timed.rows_per_batch = side.rows_per_batch
             elif kind in sides.STOCK_KINDS:
                 break  # larger batches pad more
         if kind in self.chosen and timed is not None:

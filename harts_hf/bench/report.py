@@ -97,6 +97,7 @@ def bounds_of(row: Mapping[str, Any], kind: str, suffix: str) -> dict[str, float
 def _side(timed: Timed) -> dict[str, Any]:
     return {
         "setting": timed.setting.label,
+        "rows_per_batch": timed.rows_per_batch,
         "tried": timed.tried,
         "microbatches": timed.microbatches,
         "seconds_of_steps": timed.seconds,

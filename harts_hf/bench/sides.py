@@ -26,6 +26,7 @@ from harts_hf.bench.variants import (
     SortedGRPOTrainer,
 )
 from harts_hf.trainers import TreeGRPOConfig, TreeGRPOTrainer
+from harts_hf.trainers.slicing import MOST_ON_CPU
 
 STOCK, SORTED, PACKED, COLLAPSED, TREE = "stock", "stock sorted", "packed", "collapsed", "tree"
 KINDS = {
@@ -46,15 +47,17 @@ class Setting:
         kind: of :data:`KINDS`.
         size: rows of a batch (``per_device_train_batch_size``) of stock trainers; of the others, tokens of a
             microbatch (``tree_max_tokens_per_microbatch``).
+        rows: of a batch of those others, which their microbatches do not depend on; :func:`rows_at_once` if None.
     """
 
     kind: str
     size: int
+    rows: int | None = None
 
     @property
     def label(self) -> str:
-        """Such as ``packed 16384``."""
-        return f"{self.kind} {self.size}"
+        """Such as ``packed 16384``, or ``packed 16384/8`` of so many rows."""
+        return f"{self.kind} {self.size}" + (f"/{self.rows}" if self.rows else "")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -65,12 +68,14 @@ class Side:
         setting: what it is.
         trainer: stock or tree.
         clock: of its steps.
+        rows_per_batch: ``per_device_train_batch_size``.
         log: what the trainer logged of its latest step.
     """
 
     setting: Setting
     trainer: Any
     clock: StepClock
+    rows_per_batch: int
     log: dict[str, Any] = field(default_factory=dict)
 
     def step(self) -> dict[str, Any]:
@@ -114,7 +119,7 @@ def build_side(
         UnsupportedModelError, ValueError: what the trainer refuses.
     """
     is_stock = setting.kind in STOCK_KINDS
-    rows_per_batch = setting.size if is_stock else 1
+    rows_per_batch = setting.size if is_stock else setting.rows or rows_at_once(rollouts)
     rollouts = replace(rollouts, routes=None) if is_stock else rollouts  # stock trainers take none
     rollouts = rollouts.filled(rows_per_batch)
     count = len(rollouts.token_ids)
@@ -144,7 +149,15 @@ def build_side(
         )
     _keep_memory(trainer.accelerator)
     clock.watch(trainer)
-    return Side(setting=setting, trainer=trainer, clock=clock)
+    return Side(setting=setting, trainer=trainer, clock=clock, rows_per_batch=rows_per_batch)
+
+
+def rows_at_once(rollouts: StepRollouts) -> int:
+    """Rows of a batch of trainers whose microbatches do not depend on it: all, or in as few parts of equal size as
+    have their losses computed on the CPU. A batch of one row costs as many operations as one of all."""
+    count = len(rollouts.token_ids)
+    most = max(1, MOST_ON_CPU // max(map(len, rollouts.masks)))
+    return -(-count // -(-count // most))
 
 
 def common_arguments(args: TreeGRPOConfig | None = None, **more: Any) -> TreeGRPOConfig:

@@ -72,7 +72,8 @@ def _run(options: argparse.Namespace, fields: Sequence[str]) -> bool:
 
     bench = BenchOptions(
         budgets=tuple(options.budgets), batch_sizes=tuple(options.batch_sizes), kinds=tuple(options.sides),
-        steps=options.steps, seconds_per_side=options.max_seconds, old_log_probs=options.old_log_probs,
+        slice_rows=tuple(options.slice_rows), steps=options.steps, seconds_per_side=options.max_seconds,
+        old_log_probs=options.old_log_probs,
     )  # fmt: skip
     if options.model is None:
         if Path(options.rollouts).suffix not in (".yaml", ".yml"):

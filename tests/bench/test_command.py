@@ -76,6 +76,8 @@ def test_every_side_trains_the_same_and_is_timed(model, shapes, tmp_path, capsys
     assert list(sides) == ["stock", "stock sorted", "packed", "collapsed", "tree"] and not row["failures"]
     assert (row["tokens"], row["unique_tokens"]) == (280, 105) and row["parity"]["passed"]
     assert set(sides["stock"]["tried"]) == {"stock 1", "stock 2"}
+    # All of the others' rows at once: their losses are those of one row at a time, which stock TRL is compared in.
+    assert [sides[kind]["rows_per_batch"] for kind in ("packed", "collapsed", "tree")] == [4, 4, 4]
     # Rows of the schedules: nothing shared, all but what another begins with, every token once.
     assert sides["packed"]["microbatches"] == {"packed 512": 1}
     assert row["work_ratios"]["rows"] == pytest.approx(280 / 105)
