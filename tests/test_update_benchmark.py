@@ -116,6 +116,17 @@ def test_figures_of_the_record_in_the_documents():
     total = next(row for row in found["rows"] if row["workload"] == "miniswe_b_drop" and "step" not in row)
     first = next(row for row in found["rows"] if row["workload"] == "miniswe_b_drop" and row.get("step") == 0)
     assert f"**{total['speedup']:.1f}x** the best" in readme and f"**{total['speedup_stock']:.0f}x** stock" in readme
+    # Over the steps that a baseline ran, and what part of the tokens they are.
+    steps = [row for row in found["rows"] if row["workload"] == "miniswe_b_drop" and row.get("step") is not None]
+    said = {}
+    for name in ("baseline", "stock"):
+        ran = [row for row in steps if f"{name}_seconds" in row]
+        gain = sum(row[f"{name}_seconds"] for row in ran) / sum(row["seconds"] for row in ran)
+        said[name] = gain, sum(row["tokens"] for row in ran) / total["tokens"]
+    (gain, part), (stock_gain, stock_part) = said.values()
+    assert f"({part:.0%} of the tokens: {gain:.1f}x there)".replace("%", " %") in " ".join(readme.split())
+    assert f"({stock_part:.0%}: {stock_gain:.0f}x there)".replace("%", " %") in " ".join(readme.split())
+    assert f"the tree is {gain:.1f}x, not {total['speedup']:.2f}x" in " ".join(page.split())
     assert f"{first['speedup']:.1f}x and {first['speedup_stock']:.1f}x" in " ".join(readme.split())
     assert all(row["parity"]["passed"] for row in found["rows"] if "step" in row)
     assert not any(one["parity"]["passed"] for one in found["planted"].values())
