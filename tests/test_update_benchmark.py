@@ -104,6 +104,16 @@ def test_a_call_goes_on_where_another_ended(tmp_path, monkeypatch, capsys):
     update.main([*command[:1], "anyswe_a:1", *command[2:]])
     assert "no time left for Task(workload='anyswe_a', step=1, variant='plain')" in capsys.readouterr().out
     assert len(json.loads(out.read_text())["rows"]) == 1
+    # Of another commit: kept, and not taken for done.
+    monkeypatch.setenv("HARTS_COMMIT", "later")
+    monkeypatch.setattr(update, "time", SimpleNamespace(monotonic=iter(range(0, 10**6, 1000)).__next__))
+    update.main(command)
+    assert "no time left for Task(workload='anyswe_a', step=0" in capsys.readouterr().out
+    assert [row["commit"] for row in json.loads(out.read_text())["rows"]] == ["now"]
+    out.write_text('{"rows": [{"model": "m"}]}')
+    for path in (out, tmp_path / "nowhere.json"):
+        with pytest.raises(SystemExit, match=r"expected a result file of `benchmarks.update run`, got"):
+            update.main(["record", str(path)])
 
 
 def test_figures_of_the_record_in_the_documents():

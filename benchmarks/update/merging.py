@@ -71,7 +71,7 @@ def judged_again(row: dict[str, Any], parities: Sequence[Mapping[str, Any]]) -> 
         from_packed[f"{PACKED} of another step"] = lent["sharing"] = min(halves)
     limits, failures = judge(
         differences, from_packed, parity["flips"], torch.bfloat16, reference=parity["reference"],
-        norms=parity.get("norms_from_packed"),
+        scales=parity.get("scales_from_packed"),
     )  # fmt: skip
     logs = {
         side["setting"]: side["log"]

@@ -19,8 +19,8 @@ from harts_hf.bench.parity import (
     StepResult,
     differences_of,
     judge,
-    relative,
     relative_difference,
+    scale_off,
     sketch_gradients,
 )
 from harts_hf.bench.rollouts import StepRollouts
@@ -97,15 +97,15 @@ class Comparison:
             for name, result in results.items()
             if name.startswith((PACKED, COLLAPSED, TREE)) and result is not packed
         }
-        norms = {name: relative(results[name].grad_norm, packed.grad_norm) for name in from_packed}
+        scales = {name: scale_off(results[name].sketch, packed.sketch) for name in from_packed}
         reference = settings[0].label
         differences = differences_of(results, reference)
-        limits, failures = judge(differences, from_packed, flips, dtype, reference=reference, norms=norms)
+        limits, failures = judge(differences, from_packed, flips, dtype, reference=reference, scales=scales)
         return Parity(
             reference=reference, differences=differences, from_packed=from_packed, limits=limits, failures=failures,
             tokens=known.num_tokens, trajectories=len(known.token_ids),
             routes="own" if known.routes is None else "same", flips=flips, own_routes=own,
-            norms_from_packed=norms,
+            scales_from_packed=scales,
         )  # fmt: skip
 
     def _step(

@@ -16,7 +16,7 @@ from harts_hf.bench.clipping import clipping_of, measure_clipping
 from harts_hf.bench.collapsing import CollapsingPlanner, collapse, is_contained
 from harts_hf.bench.comparing import settings_compared
 from harts_hf.bench.ideal import Work, all_divided, ideal_step, microbatch_constant
-from harts_hf.bench.parity import judge, judge_whole, relative_difference, sketch_gradients
+from harts_hf.bench.parity import judge, judge_whole, relative_difference, scale_off, sketch_gradients
 from harts_hf.bench.progress import Progress, guess_of_step, in_words, size_in_words
 from harts_hf.bench.report import total_of
 from harts_hf.bench.results import BenchOptions
@@ -238,7 +238,12 @@ def test_sketches_say_how_far_gradients_are_apart(size):
 def test_nothing_is_not_like_nothing():
     """Two gradients of zero are no agreement: something was to be trained."""
     zero = {"weight": torch.zeros(4, dtype=torch.float64)}
-    assert math.isnan(relative_difference(zero, zero)) and judged(half=math.nan)[1] and judged(rounded=math.nan)[1]
+    assert (
+        math.isnan(scale_off(zero, zero))
+        and math.isnan(relative_difference(zero, zero))
+        and judged(half=math.nan)[1]
+        and judged(rounded=math.nan)[1]
+    )
 
 
 def judged(
@@ -273,17 +278,14 @@ def test_the_verdict_on_sides():
     assert judged(rounded=1e-9, half=0.0, packed=1e-5, tree=1e-5, sharing=1e-5)[0]["sharing"] == 2e-5  # in any case
     blind = judged(rounded=0.0, half=0.0, packed=0.0, tree=0.0, sharing=0.0)[1]
     assert blind == ["rounding once more behind each layer does not move the gradient of stock 1"]
-    # In bfloat16 sharing may move the gradient by 0.4 here, at right angles: a scale that is 6 % off is none of that.
-    low = {
-        "from_packed": {"packed 4": 0.1, "tree 8": 0.06},
-        "flips": {},
-        "dtype": torch.bfloat16,
-        "reference": "packed 8",
-    }
-    assert not judge({}, **low, norms={"packed 4": 0.2, "tree 8": 0.04})[1]
-    assert judge({}, **low, norms={"tree 8": 0.06})[1] == [
-        "sharing moves the norm of the gradient of tree 8 by 6.00e-02, at most 5.00e-02 expected"
+    # In bfloat16 sharing may move the gradient by 0.4 here, each parameter otherwise, but not the scale by 6 %.
+    low = {"from_packed": {"packed 4": 0.1, "tree 8": 0.06}, "flips": {}, "dtype": torch.bfloat16, "reference": "a"}
+    assert not judge({}, **low, scales={"packed 4": 0.2, "tree 8": 0.01})[1]
+    assert judge({}, **low, scales={"tree 8": 0.06})[1] == [
+        "sharing moves the scale of the gradient of tree 8 by 6.00e-02, at most 2.00e-02 expected"
     ]
+    (failure,) = judge({"packed 8": {"gradients": 0.1, "scale": 0.1, "entropy": 0.0}}, **low)[1]
+    assert failure == "scale of packed 8 differ from a's by 1.00e-01, at most 5.00e-02 expected"
     assert "gradients" not in judge({}, {"tree 8": 0.0}, {}, torch.float32, reference="packed 8")[0]
 
 
