@@ -69,9 +69,8 @@ class _Bench:
         self.decision = ""
 
     def run(self) -> StepMeasured:
-        # What the tree refuses, before stock trainers have run for minutes.
-        for setting in self.options.settings(TREE, self.rollouts):
-            build_side(setting, self.model, self.rollouts, self.args, self.tokenizer)
+        # What the tree refuses, before stock trainers have run for minutes; the smallest size, since that is refused.
+        build_side(self.options.settings(TREE, self.rollouts)[0], self.model, self.rollouts, self.args, self.tokenizer)
         for kind in (kind for kind in sides.KINDS if kind in self.options.kinds):
             self._choose(kind)
         needed = [[TREE]]
