@@ -193,14 +193,18 @@ STEP_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class StepRow(NamedTuple):
-    """One optimizer step on a group of ``miniswe_b_drop``: ``budget`` is tree_max_tokens_per_microbatch, a number or
-    "auto"."""
+    """One optimizer step on a group of ``miniswe_b_drop``.
+
+    ``budget``: tree_max_tokens_per_microbatch, a number or "auto". ``slow``: one timed step. ``old``: TRL scores old
+    log-probs in each step, and the step's own scoring pass is left out ("kept") or run all the same ("again").
+    """
 
     group: int
     sharing: str
     checkpointing: bool
     budget: int | str = 16384
     slow: bool = False
+    old: str = ""
 
 
 STEP_WORKLOAD = "miniswe_b_drop"
@@ -217,6 +221,11 @@ STEP_ROWS = {
     "1-auto": StepRow(1, "always", True, "auto"),
     "13-auto": StepRow(13, "always", True, "auto", slow=True),
     "0-never": StepRow(0, "never", True, slow=True),
+    **{
+        f"{group}-old-{old}": StepRow(group, "always", True, slow=group == 13, old=old)
+        for group in (1, 13)
+        for old in ("kept", "again")
+    },
 }
 
 

@@ -82,10 +82,10 @@ def run(options: argparse.Namespace) -> None:
             activation_checkpointing=variant.get("checkpointing", True),
             activation_checkpointing_kwargs={"use_reentrant": False}, router_aux_loss_coef=0.0,
         )  # fmt: skip
-        groups = steps_in(options.shapes, task.workload, dry=dry)[task.step]
+        groups = steps_in(options.shapes, task.workload, dry=dry, variant=task.variant)[task.step]
         rollouts = StepRollouts.of(groups, vocab_size=vocab_size_of(model), labels=variant.get("labels", "recorded"))
         kinds = tuple(options.sides or kinds_of(task))
-        rows = [row for row in (*result["rows"], *known) if row["model"] == options.model]
+        rows = [row for row in (*result["rows"], *known) if row["model"] == options.model and "sides" in row]
         bench = BenchOptions(
             budgets=tuple(options.budgets), batch_sizes=tuple(options.batch_sizes),
             slice_rows=tuple(options.slice_rows), kinds=kinds,
@@ -93,7 +93,8 @@ def run(options: argparse.Namespace) -> None:
             steps_of={**dict.fromkeys(BASELINES, options.baseline_steps), **dict.fromkeys(STOCK_KINDS, 1)},
             seconds_per_side=options.max_seconds, old_log_probs=variant.get("old_log_probs", False),
             baseline_elsewhere=kinds == (TREE,), parity_tokens=options.parity_tokens,
-            times_anyway=True, **known_of(rows, rollouts.tree.num_tokens, options.budgets),
+            times_anyway=True, own_routes=not result["rows"], stages_when_tried=options.stages_when_tried,
+            **known_of(rows, rollouts.tree.num_tokens, options.budgets),
         )  # fmt: skip
         try:
             if not is_warm:
@@ -211,6 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs.add_argument("--known", type=Path, help="a result file whose sizes of baselines are taken")
     runs.add_argument("--plant", nargs="+", default=[], help="bugs of tests/support/planted.py (tests on PYTHONPATH)")
     runs.add_argument("--baseline-steps", type=int, default=5, help="(a stock trainer has one)")
+    runs.add_argument("--stages-when-tried", action="store_true", help="of baselines: a step less of each")
     runs.add_argument("--parity-tokens", type=int, default=32768, help="mixtures of experts are compared on")
     runs.add_argument("--seconds", type=float, default=540.0, help="of the call")
     runs.add_argument("--max-seconds", type=float, default=60.0, help="of a side's timed steps")

@@ -45,6 +45,7 @@ class Comparison:
         tokenizer: of the trainers.
         optimizer: as for :func:`harts_hf.bench.sides.build_side`.
         old_log_probs: whether TRL scores old log-probs in each step.
+        own_routes: whether mixtures of experts are also compared with routers that choose for themselves.
         progress: is told what is done at the moment.
     """
 
@@ -57,9 +58,11 @@ class Comparison:
         *,
         optimizer: torch.optim.Optimizer | None = None,
         old_log_probs: bool = False,
+        own_routes: bool = True,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.model, self.rollouts, self.args, self.tokenizer = model, rollouts, args, tokenizer
+        self.own_routes = own_routes
         self.optimizer, self.old_log_probs, self.progress = optimizer, old_log_probs, progress
 
     def verdict(self, chosen: Sequence[Setting], budget: int, dtype: torch.dtype) -> Parity:
@@ -76,10 +79,11 @@ class Comparison:
         own: dict[str, dict[str, float]] = {}
         if find_routers(self.model):
             tree = next(setting for setting in settings if setting.kind == TREE)
-            once = list({one.kind: one for one in reversed(settings) if one.kind in (PACKED, TREE)}.values())[::-1]
-            once = list(dict.fromkeys([settings[0], *once]))
-            free = {setting.label: self._step(setting, self.rollouts)[0] for setting in once}
-            own = differences_of(free, once[0].label)
+            if self.own_routes:
+                kinds = {one.kind: one for one in reversed(settings) if one.kind in (PACKED, TREE)}
+                once = list(dict.fromkeys([settings[0], *reversed(kinds.values())]))
+                free = {setting.label: self._step(setting, self.rollouts)[0] for setting in once}
+                own = differences_of(free, once[0].label)
             self.progress("noting routes")
             known = record_routes(
                 self.model, self.rollouts, self.args, self.tokenizer, size=tree.size, optimizer=self.optimizer

@@ -104,7 +104,8 @@ class _Bench:
     def _parity(self) -> Parity:
         comparison = Comparison(
             self.model, self.rollouts.part(self.options.parity_tokens), self.args, self.tokenizer,
-            optimizer=self.optimizer, old_log_probs=self.options.old_log_probs, progress=self.progress,
+            optimizer=self.optimizer, old_log_probs=self.options.old_log_probs, own_routes=self.options.own_routes,
+            progress=self.progress,
         )  # fmt: skip
         chosen = [side.setting for side in self.chosen.values()]
         return comparison.verdict(chosen, max(self.options.budgets), self._dtype)
@@ -149,7 +150,11 @@ class _Bench:
         if self.optimizer is None:
             side.trainer.create_optimizer()
             self.optimizer = side.trainer.optimizer
-        side.step()
+        options = self.options
+        if options.stages and options.stages_when_tried and setting.kind in (PACKED, COLLAPSED) and not again:
+            self._time_stages(side, timed)
+        else:
+            side.step()
         first = side.clock.seconds
         if side.clock.report is not None:
             timed.microbatches[setting.label] = len(side.clock.report.window.schedule.microbatches)
@@ -173,9 +178,10 @@ class _Bench:
 
     def _ideals(self) -> dict[str, Ideal]:
         for kind in (PACKED, COLLAPSED, TREE):
-            if kind in self.chosen:
+            if kind in self.chosen and self.timed[kind].work is None:
                 self.progress(f"stages of {self.chosen[kind].setting.label}")
                 self._time_stages(self.chosen[kind], self.timed[kind])
+                self.chosen[kind].clock.report = None
         found = {}
         tree = self.timed[TREE]
         for kind in (PACKED, COLLAPSED):
@@ -209,7 +215,6 @@ class _Bench:
         timed.work = Work.of(schedule, labels, stages.attention_area)
         if side.setting.kind == TREE:
             self.decision = schedule.decision
-        side.clock.report = None
 
     def _clippings(self) -> dict[str, Clipping]:
         """What recorded log-probs, and those that each side scored, say about one another."""

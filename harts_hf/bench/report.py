@@ -241,11 +241,12 @@ def _parity(parity: Mapping[str, Any]) -> str:
     )
     if parity["routes"] != "same":
         return text
+    flips = max(parity["flips"].values())
+    text = f"{text}, all told to take the same experts ({flips:.2%} of the choices would be others)"
+    if not parity["own_routes"]:
+        return text
     own = max(one["gradients"] for one in parity["own_routes"].values())
-    return (
-        f"{text}, all told to take the same experts ({max(parity['flips'].values()):.2%} of the choices would be "
-        f"others); where routers choose for themselves, gradients differ by up to {own:.1e}"
-    )
+    return f"{text}; where routers choose for themselves, gradients differ by up to {own:.1e}"
 
 
 def _is_of(label: str, kind: str) -> bool:

@@ -39,6 +39,9 @@ class BenchOptions:
         times_anyway: whether steps are timed although sides did not train the same; whoever reads the result has to
             look at its verdict.
         stages: whether to time attention, the rule and the head, in one more step of the tree and of each baseline.
+        stages_when_tried: whether that step of a baseline is the one in which its size was tried: for long ones, once
+            their kernels are compiled.
+        own_routes: whether mixtures of experts are also compared with routers that choose for themselves.
 
     Raises:
         ValueError: empty choices, unknown kinds, no baseline, numbers below 1.
@@ -58,6 +61,8 @@ class BenchOptions:
     microbatch_seconds: Mapping[str, float] = field(default_factory=dict)
     times_anyway: bool = False
     stages: bool = True
+    stages_when_tried: bool = False
+    own_routes: bool = True
 
     def __post_init__(self) -> None:
         for name in ("budgets", "batch_sizes"):

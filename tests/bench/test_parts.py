@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from harts_hf import PlannerConfig, RolloutTree
 from harts_hf.bench import sides
 from harts_hf.bench.clipping import clipping_of, measure_clipping
 from harts_hf.bench.collapsing import CollapsingPlanner, collapse, is_contained
-from harts_hf.bench.comparing import settings_compared
+from harts_hf.bench.comparing import entropy_of, settings_compared
 from harts_hf.bench.ideal import Work, all_divided, ideal_step, microbatch_constant
 from harts_hf.bench.parity import judge, judge_whole, relative_difference, scale_off, sketch_gradients
 from harts_hf.bench.progress import Progress, guess_of_step, in_words, size_in_words
@@ -338,6 +339,15 @@ def test_rows_of_a_batch_without_padding(monkeypatch):
     labels = [setting.label for setting in options.settings("packed", found)]
     assert labels == ["packed 4/1", "packed 4/4", "packed 8/1", "packed 8/4"]
     assert [setting.label for setting in options.settings("tree", found)] == ["tree 16/1", "tree 16/4"]
+
+
+def test_entropies_are_weighed_by_tokens():
+    """Whichever batches TRL has taken the means of."""
+    masks = [torch.tensor([[1, 0, 0]]), torch.tensor([[1, 1, 1]])]
+    trainer = SimpleNamespace(
+        _metrics={"train": {"entropy": [1.0, 2.0]}}, _buffered_inputs=[{"completion_mask": mask} for mask in masks]
+    )
+    assert entropy_of(trainer) == 1.75
 
 
 def test_losses_that_depend_on_their_batch_are_compared_in_rows():

@@ -33,7 +33,9 @@ from benchmarks.gpu.whole import rollouts
 from benchmarks.gpu.whole.breakdown import INSIDE, breakdown, events_of
 from benchmarks.gpu.whole.floor import Machine, floor_seconds, measure_machine, per_row
 from harts_hf import RolloutTree, TreeGRPOConfig, TreeGRPOTrainer
+from harts_hf.bench.variants import ScoringTreeGRPOTrainer
 from harts_hf.runtime import WindowRun
+from harts_hf.trainers.scored_once import ScoredOnce
 
 WARM, TIMED, TIMED_OF_SLOW = 1, 3, 1  # steps; another is profiled
 DRY_LAYERS, DRY_TOKENS, DRY_ROWS = 4, 200, 4
@@ -175,8 +177,11 @@ def measure(
     timed_steps = TIMED_OF_SLOW if row.slow else TIMED
     steps = WARM + timed_steps + 1 + host
     clock, watched = Clock(dry, WARM + timed_steps), Watched(dry)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = TreeGRPOTrainer(
+    trainer_class = ScoringTreeGRPOTrainer if row.old else TreeGRPOTrainer
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if row.old == "again":
+            stack.enter_context(replaced.object(ScoredOnce, "weights", lambda *_: None))
+        trainer = trainer_class(
             model, reward, rollout_func=play, processing_class=rollouts.tokenizer(), callbacks=[clock],
             train_dataset=Dataset.from_dict({"prompt": [f"t{i}" for i in range(2, 20)]}),
             args=TreeGRPOConfig(
@@ -207,6 +212,7 @@ def measure(
         "sharing": row.sharing,
         "fused_modules": fused,
         "budget": row.budget,
+        **({"old_log_probs": row.old, "scoring_kept": logs["tree/scoring_kept"]} if row.old else {}),
         "max_tokens_per_microbatch": int(logs.get("tree/max_tokens_per_microbatch", row.budget)),
         "microbatches": logs["tree/microbatches"],
         "trajectories": count,
