@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,19 @@ from harts_hf.bench.plot import plot_rows
 from harts_hf.bench.report import row_of, table_of
 from harts_hf.bench.results import BASELINES, BenchOptions
 from harts_hf.bench.rollouts import StepRollouts
-from harts_hf.bench.sides import COLLAPSED, PACKED, STOCK, STOCK_KINDS, TREE, Setting, build_side, common_arguments
+from harts_hf.bench.sides import (
+    COLLAPSED,
+    PACKED,
+    STOCK,
+    STOCK_KINDS,
+    TREE,
+    BenchStep,
+    Setting,
+    build_side,
+    common_arguments,
+)
 from harts_hf.bench.subject import add_lora, word_tokenizer
 from harts_hf.modeling import vocab_size_of
-from harts_hf.trainers import TreeGRPOConfig
 
 WARM_TOKENS = 16384
 STEPS_SHOWN = "miniswe_b_drop"
@@ -84,6 +94,10 @@ def run(options: argparse.Namespace) -> None:
         )  # fmt: skip
         groups = steps_in(options.shapes, task.workload, dry=dry, variant=task.variant)[task.step]
         rollouts = StepRollouts.of(groups, vocab_size=vocab_size_of(model), labels=variant.get("labels", "recorded"))
+        step = BenchStep(
+            model=model, rollouts=rollouts, args=args, tokenizer=word_tokenizer(),
+            old_log_probs=variant.get("old_log_probs", False),
+        )  # fmt: skip
         kinds = tuple(options.sides or kinds_of(task))
         rows = [row for row in (*result["rows"], *known) if row["model"] == options.model and "sides" in row]
         bench = BenchOptions(
@@ -91,25 +105,25 @@ def run(options: argparse.Namespace) -> None:
             slice_rows=tuple(options.slice_rows), kinds=kinds,
             steps=options.steps,
             steps_of={**dict.fromkeys(BASELINES, options.baseline_steps), **dict.fromkeys(STOCK_KINDS, 1)},
-            seconds_per_side=options.max_seconds, old_log_probs=variant.get("old_log_probs", False),
-            baseline_elsewhere=kinds == (TREE,), parity_tokens=options.parity_tokens,
-            times_anyway=True, own_routes=not result["rows"], stages_when_tried=options.stages_when_tried,
+            seconds_per_side=options.max_seconds, baseline_elsewhere=kinds == (TREE,),
+            parity_tokens=options.parity_tokens, times_anyway=True,
+            own_routes=not result["rows"], stages_when_tried=options.stages_when_tried,
             **known_of(rows, rollouts.tree.num_tokens, options.budgets),
         )  # fmt: skip
         try:
             if not is_warm:
                 every = {kind for one in tasks for kind in options.sides or kinds_of(one)}
-                warm_up(model, rollouts.part(WARM_TOKENS), args, every, min(options.budgets))
+                warm_up(replace(step, rollouts=rollouts.part(WARM_TOKENS)), every, min(options.budgets))
                 is_warm = True
-            measured = measure_step(model, rollouts, args, word_tokenizer(), bench, progress=said_since(begun))
+            measured = measure_step(step, bench, progress=said_since(begun))
             row = row_of(measured, **key, commit=about["commit"])
             result["rows"].append(row)
             result["failures"].pop(" ".join(map(str, key.values())), None)
             print(table_of(row), flush=True)
             for name in options.plant if len(result["rows"]) == 1 else ():
                 with planted_bug(name):
-                    part = rollouts.part(bench.parity_tokens)
-                    comparison = Comparison(model, part, args, word_tokenizer(), progress=said_since(begun))
+                    part = replace(step, rollouts=rollouts.part(bench.parity_tokens), old_log_probs=False)
+                    comparison = Comparison(part, progress=said_since(begun))
                     wrong = comparison.verdict([], max(bench.budgets), torch.bfloat16)
                 result["planted"][name] = {**key, "parity": wrong.to_dict()}
         except Exception:
@@ -162,14 +176,12 @@ def planted_bug(name: str) -> Iterator[None]:
         yield
 
 
-def warm_up(model: nn.Module, rollouts: StepRollouts, args: TreeGRPOConfig, kinds: set[str], size: int) -> None:
+def warm_up(step: BenchStep, kinds: set[str], size: int) -> None:
     """A step of every side on a few trajectories, for what is compiled."""
     begun = time.monotonic()
     # Sorting and collapsing compile nothing of their own.
     for kind in (kind for kind in (STOCK, PACKED, TREE) if kind in kinds):
-        side = build_side(
-            Setting(kind=kind, size=1 if kind in STOCK_KINDS else size), model, rollouts, args, word_tokenizer()
-        )
+        side = build_side(Setting(kind=kind, size=1 if kind in STOCK_KINDS else size), step)
         side.step()
         print(f"{kind} is warm, {time.monotonic() - begun:.0f} s", flush=True)
 

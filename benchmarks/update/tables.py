@@ -21,15 +21,17 @@ def totals(record: Mapping[str, Any]) -> Iterator[str]:
         if "step" in row:
             continue
         mark = {name: "*" if name in row["scaled"] else "" for name in ("baseline", "stock", "collapsed")}
-        memory = f"{row['peak_memory'] / 1e9:.0f} / {row['baseline_peak_memory'] / 1e9:.0f} GB"
+        has_baseline, has_ideal = "baseline_seconds" in row, "ideal" in row
+        peaks = (row["peak_memory"], row.get("baseline_peak_memory"))
+        memory = " / ".join("" if peak is None else f"{peak / 1e9:.0f}" for peak in peaks) + " GB"
         name = row["workload"] if row["variant"] == "plain" else f"{row['workload']}, {row['variant']}"
         yield _line(
             f"`{name}`", row["steps"], f"{row['tokens']:,} / {row['unique_tokens']:,}", f"{row['sharing_ratio']:.2f}",
-            _seconds(row["seconds"]), f"{_seconds(row['baseline_seconds'])}{mark['baseline']}",
-            f"**{row['speedup']:.2f}x**", _ideal(row),
+            _seconds(row["seconds"]), f"{_seconds(row['baseline_seconds'])}{mark['baseline']}" if has_baseline else "",
+            f"**{row['speedup']:.2f}x**" if has_baseline else "", _ideal(row) if has_ideal else "",
             f"{row['speedup_collapsed']:.2f}x{mark['collapsed']}" if "speedup_collapsed" in row else "",
             f"**{row['speedup_stock']:.1f}x**{mark['stock']}" if "speedup_stock" in row else "",
-            f"{row['planner_share']:.1%}", memory,
+            f"{row['planner_share']:.1%}", memory if any(peaks) else "",
         )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from harts_hf.bench import sides
 from harts_hf.bench.parity import (
@@ -25,9 +24,8 @@ from harts_hf.bench.parity import (
 )
 from harts_hf.bench.rollouts import StepRollouts
 from harts_hf.bench.same_routes import ReplayInStock, RoundedAgain, record_routes
-from harts_hf.bench.sides import COLLAPSED, PACKED, TREE, Setting, Side, build_side, rows_at_once
+from harts_hf.bench.sides import COLLAPSED, PACKED, TREE, BenchStep, Setting, Side, build_side, rows_at_once
 from harts_hf.modeling import find_routers
-from harts_hf.trainers import TreeGRPOConfig
 from harts_hf.trainers.slicing import depends_on_slices
 from harts_hf.trainers.weighing import trained
 
@@ -39,31 +37,19 @@ class Comparison:
     """Steps of all sides on the same rows and weights.
 
     Args:
-        model: unpatched, on its device.
-        rollouts: that are compared.
-        args: of all sides.
-        tokenizer: of the trainers.
-        optimizer: as for :func:`harts_hf.bench.sides.build_side`.
-        old_log_probs: whether TRL scores old log-probs in each step.
+        step: that is compared.
         own_routes: whether mixtures of experts are also compared with routers that choose for themselves.
         progress: is told what is done at the moment.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        rollouts: StepRollouts,
-        args: TreeGRPOConfig,
-        tokenizer: Any,
+        step: BenchStep,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
-        old_log_probs: bool = False,
         own_routes: bool = True,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.model, self.rollouts, self.args, self.tokenizer = model, rollouts, args, tokenizer
-        self.own_routes = own_routes
-        self.optimizer, self.old_log_probs, self.progress = optimizer, old_log_probs, progress
+        self.step, self.own_routes, self.progress = step, own_routes, progress
 
     def verdict(self, chosen: Sequence[Setting], budget: int, dtype: torch.dtype) -> Parity:
         """The verdict.
@@ -73,21 +59,19 @@ class Comparison:
             budget: of a microbatch of this package's sides that are not.
             dtype: that the model computes in.
         """
-        in_rows = depends_on_slices(self.args) is not None
-        settings = settings_compared(chosen, self.rollouts, budget, in_rows=in_rows)
-        known = self.rollouts
+        in_rows = depends_on_slices(self.step.args) is not None
+        known = self.step.rollouts
+        settings = settings_compared(chosen, known, budget, in_rows=in_rows)
         own: dict[str, dict[str, float]] = {}
-        if find_routers(self.model):
+        if find_routers(self.step.model):
             tree = next(setting for setting in settings if setting.kind == TREE)
             if self.own_routes:
                 kinds = {one.kind: one for one in reversed(settings) if one.kind in (PACKED, TREE)}
                 once = list(dict.fromkeys([settings[0], *reversed(kinds.values())]))
-                free = {setting.label: self._step(setting, self.rollouts)[0] for setting in once}
+                free = {setting.label: self._step(setting, known)[0] for setting in once}
                 own = differences_of(free, once[0].label)
             self.progress("noting routes")
-            known = record_routes(
-                self.model, self.rollouts, self.args, self.tokenizer, size=tree.size, optimizer=self.optimizer
-            )
+            known = record_routes(self.step, size=tree.size)
         results: dict[str, StepResult] = {}
         flips: dict[str, float] = {}
         for setting in settings:
@@ -119,10 +103,7 @@ class Comparison:
         routes = rollouts.routes
         on = "" if routes is None else " on the same routes"
         self.progress(f"comparing {setting.label}{ROUNDED * rounded}{on}")
-        side = build_side(
-            setting, self.model, rollouts, self.args, self.tokenizer, optimizer=self.optimizer,
-            old_log_probs=self.old_log_probs,
-        )  # fmt: skip
+        side = build_side(setting, replace(self.step, rollouts=rollouts))
         # On a copy of the modules that is dropped with the side.
         replay = None
         if routes is not None and setting.kind in sides.STOCK_KINDS:
@@ -134,6 +115,22 @@ class Comparison:
         del side, replay
         gc.collect()  # trainers are cycles, with tables on the GPU
         return result, flips
+
+
+def kinds_compared(kinds: Sequence[str], *, routed: bool, own_routes: bool = True) -> list[str]:
+    """Of each step that a verdict takes, at most, the kind of the side that makes it.
+
+    Args:
+        kinds: that are timed.
+        routed: whether the model is a mixture of experts.
+        own_routes: as for :class:`Comparison`.
+    """
+    stock = [kind for kind in sides.STOCK_KINDS if kind in kinds]
+    # Stock TRL is also rounded again, without sharing and the tree are cut in half.
+    found = [*stock, *stock[:1], PACKED, PACKED, TREE, TREE, *(kind for kind in kinds if kind == COLLAPSED)]
+    if routed:
+        found += [*([*stock[:1], PACKED, TREE] if own_routes else []), TREE]  # the last notes the routes
+    return found
 
 
 def compared_step(side: Side) -> StepResult:

@@ -30,7 +30,6 @@ class BenchOptions:
         steps_of: by kind, fewer of them.
         seconds_per_side: a side whose timed steps took so long is not timed again.
         fixed: by kind, the one size that it is run with, such as what was fastest on an earlier step.
-        old_log_probs: whether TRL scores old log-probs in each step.
         baseline_elsewhere: whether other steps are timed with a baseline. Then the tree may be the only side; it is
             compared with the one without sharing all the same.
         parity_tokens: sides are compared on so many tokens of trajectories at most.
@@ -55,7 +54,6 @@ class BenchOptions:
     steps_of: Mapping[str, int] = field(default_factory=dict)
     seconds_per_side: float = 120.0
     fixed: Mapping[str, int] = field(default_factory=dict)
-    old_log_probs: bool = False
     baseline_elsewhere: bool = False
     parity_tokens: int = 65536
     microbatch_seconds: Mapping[str, float] = field(default_factory=dict)

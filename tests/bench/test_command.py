@@ -50,8 +50,8 @@ def test_messages_are_rendered_by_the_models_tokenizer(tmp_path, monkeypatch, ca
     (tmp_path / "m.jsonl").write_text(json.dumps({"task": "a", "messages": messages}) + "\n")
     seen = []
 
-    def measured(model, rollouts, args, tokenizer, *_, **__):
-        seen.append((rollouts, tokenizer))
+    def measured(step, *_, **__):
+        seen.append((step.rollouts, step.tokenizer))
         raise ValueError("measured")
 
     monkeypatch.setattr("harts_hf.bench.measure.measure_step", measured)

@@ -55,26 +55,29 @@ def test_time_that_is_left():
     options = BenchOptions(kinds=("stock", "tree"), batch_sizes=(1, 2, 4), budgets=(4, 64), steps=2)
     now, said = [0.0], []
     progress = Progress(options, rows, said.append, guess=16.0, clock=lambda: now[0])
-    # Stock: three settings twice, two timed; the tree: two settings twice, two timed, one for its stages.
-    assert progress.num_steps == 6 + 2 + 4 + 2 + 1
-    assert progress.seconds_left == pytest.approx(8 * 16 + 7 * 7)
+    # Stock: three settings twice, two timed; the tree: two settings twice, two timed, one for its stages. Compared are
+    # stock TRL and that rounded again, two without sharing, two of the tree.
+    assert progress.num_steps == 6 + 2 + 4 + 2 + 1 + 6
+    assert progress.seconds_left == pytest.approx(8 * 16 + 7 * 7 + 4 * 16 + 2 * 7)
     progress("trying stock 1")
     now[0] = 64.0  # two runs of 32 s
     progress("trying stock 2")
-    assert progress.num_steps == 2 + 2 + 7
+    assert progress.num_steps == 2 + 2 + 7 + 6
     now[0] = 144.0  # of 40 s: the third size is not tried
     progress("trying tree 4")
     assert said == [
-        "trying stock 1, about 3 min left",
-        "trying stock 2, about 5 min left",
-        "trying tree 4, about 3 min left",
+        "trying stock 1, about 4 min left",
+        "trying stock 2, about 7 min left",
+        "trying tree 4, about 7 min left",
     ]
-    assert progress.num_steps == 2 + 5
+    assert progress.num_steps == 2 + 5 + 6
     now[0] = 148.0
     progress("trying tree 64")
     now[0] = 150.0
-    progress("comparing with stock 1")
-    now[0] = 200.0
+    for number, label in enumerate(("stock 1", "stock 1, rounded again", "packed 64", "tree 64/1 on the same routes")):
+        progress(f"comparing {label}")
+        assert progress.num_steps == 5 + 5 - number
+    now[0] = 200.0  # of what is compared alone nothing is learnt
     for number, kind in ((1, "stock 1"), (1, "tree 64"), (2, "stock 1"), (2, "tree 64")):
         progress(f"step {number} of 2: {kind}")
         now[0] += 3
