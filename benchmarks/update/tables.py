@@ -15,6 +15,10 @@ STEPS = (
 )
 
 
+# What a row is of that does not say otherwise.
+MAIN = {"model": "ling-3.0-tiny", "variant": "plain"}
+
+
 def totals(record: Mapping[str, Any]) -> Iterator[str]:
     """A line for each workload and variant."""
     for row in record["rows"]:
@@ -24,7 +28,8 @@ def totals(record: Mapping[str, Any]) -> Iterator[str]:
         has_baseline, has_ideal = "baseline_seconds" in row, "ideal" in row
         peaks = (row["peak_memory"], row.get("baseline_peak_memory"))
         memory = " / ".join("" if peak is None else f"{peak / 1e9:.0f}" for peak in peaks) + " GB"
-        name = row["workload"] if row["variant"] == "plain" else f"{row['workload']}, {row['variant']}"
+        about = [word for word in (row["model"], row["variant"]) if word not in MAIN.values()]
+        name = ", ".join([row["workload"], *about])
         yield _line(
             f"`{name}`", row["steps"], f"{row['tokens']:,} / {row['unique_tokens']:,}", f"{row['sharing_ratio']:.2f}",
             _seconds(row["seconds"]), f"{_seconds(row['baseline_seconds'])}{mark['baseline']}" if has_baseline else "",
@@ -37,7 +42,8 @@ def totals(record: Mapping[str, Any]) -> Iterator[str]:
 
 def steps(record: Mapping[str, Any], workload: str) -> Iterator[str]:
     """A line for each step of one group, in order."""
-    found = [row for row in record["rows"] if row.get("step") is not None and row["workload"] == workload]
+    wanted = {**MAIN, "workload": workload}
+    found = [row for row in record["rows"] if row.get("step") is not None and wanted.items() <= row.items()]
     for row in sorted(found, key=lambda row: row["step"]):
         has_ideal = "ideal" in row
         yield _line(
