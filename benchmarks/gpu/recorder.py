@@ -55,7 +55,8 @@ def collect_step(part: dict) -> dict:
 def extend_step(old: dict, new: dict) -> dict:
     """``new`` with the rows that only ``old`` has: those of another commit, too."""
     names = ("model", "workload", "checkpointing", "sharing", "fused_modules", "max_tokens_per_microbatch", "commit")
-    rows = _extended(old, new, lambda row: (*(row[name] for name in names), row.get("old_log_probs")))
+    some = ("old_log_probs", "rows_per_batch")
+    rows = _extended(old, new, lambda row: (*(row[name] for name in names), *map(row.get, some)))
     return {**old, **new, "rows": rows}
 
 

@@ -197,6 +197,7 @@ class StepRow(NamedTuple):
 
     ``budget``: tree_max_tokens_per_microbatch, a number or "auto". ``slow``: one timed step. ``old``: TRL scores old
     log-probs in each step, and the step's own scoring pass is left out ("kept") or run all the same ("again").
+    ``together``: one batch has all rows, not one.
     """
 
     group: int
@@ -205,6 +206,7 @@ class StepRow(NamedTuple):
     budget: int | str = 16384
     slow: bool = False
     old: str = ""
+    together: bool = False
 
 
 STEP_WORKLOAD = "miniswe_b_drop"
@@ -221,6 +223,10 @@ STEP_ROWS = {
     "1-auto": StepRow(1, "always", True, "auto"),
     "13-auto": StepRow(13, "always", True, "auto", slow=True),
     "0-never": StepRow(0, "never", True, slow=True),
+    **{
+        f"{group}-together": StepRow(group, "always", True, "auto", slow=group == 13, together=True)
+        for group in (0, 1, 13)
+    },
     **{
         f"{group}-old-{old}": StepRow(group, "always", True, slow=group == 13, old=old)
         for group in (1, 13)

@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
             model=model, rollouts=rollouts, args=args, tokenizer=word_tokenizer(),
             old_log_probs=variant.get("old_log_probs", False),
         )  # fmt: skip
-        kinds = tuple(options.sides or kinds_of(task))
+        kinds = tuple(kind for kind in options.sides or kinds_of(task) if kind not in options.leave_out)
         rows = [row for row in (*result["rows"], *known) if row["model"] == options.model and "sides" in row]
         bench = BenchOptions(
             budgets=tuple(options.budgets), batch_sizes=tuple(options.batch_sizes),
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
         )  # fmt: skip
         try:
             if not is_warm:
-                every = {kind for one in tasks for kind in options.sides or kinds_of(one)}
+                every = {kind for one in tasks for kind in options.sides or kinds_of(one)} - set(options.leave_out)
                 warm_up(replace(step, rollouts=rollouts.part(WARM_TOKENS)), every, min(options.budgets))
                 is_warm = True
             measured = measure_step(step, bench, progress=said_since(begun))
@@ -156,11 +156,14 @@ def going_on(path: Path, about: dict[str, Any]) -> dict[str, Any]:
         return {**about, "failures": {}, "rows": [], "planted": {}}
     old = rows_in(path)
     rows = [{**row, "commit": row.get("commit", old["commit"])} for row in old["rows"]]
-    return {**about, "failures": old["failures"], "rows": rows, "planted": old["planted"]}
+    return {**about, "failures": old.get("failures", {}), "rows": rows, "planted": old.get("planted", {})}
 
 
-def changed(model: nn.Module, variant: dict[str, Any]) -> nn.Module:
-    """What a variant does to the model; for good, so such variants come last."""
+def changed(model: Any, variant: dict[str, Any]) -> nn.Module:
+    """The model for a variant, without the adapters of one before; skewed for good, so such variants come last."""
+    if hasattr(model, "peft_config"):
+        model = model.unload()
+        model.requires_grad_(True)
     if variant.get("skew"):
         skew_routers(model, variant["skew"])
     return add_lora(model, variant["lora"]) if variant.get("lora") else model
@@ -215,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs.add_argument("tasks", nargs="+", metavar="WORKLOAD[:FIRST[-LAST]][@VARIANT]")
     runs.add_argument("--model", choices=MODELS, default="ling-3.0-tiny")
     runs.add_argument("--sides", nargs="+", help="in place of those that the workload says")
+    runs.add_argument("--leave-out", nargs="+", default=[], help="sides that are not run")
     runs.add_argument("--budgets", type=int, nargs="+", default=[16384, 32768, 65536, 98304], help="of a microbatch")
     runs.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2], help="of stock trainers")
     runs.add_argument("--slice-rows", type=int, nargs="+", default=[], help="of a batch of the others (default: many)")

@@ -7,6 +7,7 @@ from typing import Any
 from harts_hf.bench.ideal import all_divided
 from harts_hf.bench.results import StepMeasured, Timed, fastest
 from harts_hf.bench.sides import COLLAPSED, PACKED, STOCK_KINDS, TREE
+from harts_hf.planner.text import counted
 
 NOTES = (
     "sampling is excluded: rollouts are played back. Learning rate 0: all steps are the same step.",
@@ -174,7 +175,7 @@ def _largest(values: Any) -> int | None:
 def table_of(row: Mapping[str, Any]) -> str:
     """A row as text: each side with its fastest setting, then phases, stages and clipping."""
     head = (
-        f"groups {', '.join(row['groups'][:4])}{' ...' if len(row['groups']) > 4 else ''}: "
+        f"{'group' if len(row['groups']) == 1 else 'groups'} {', '.join(row['groups'][:4])}{' ...' if len(row['groups']) > 4 else ''}: "
         f"{row['trajectories']:,} trajectories, {row['tokens']:,} tokens, {row['unique_tokens']:,} unique "
         f"(ratio {row['sharing_ratio']:.2f})"
     )
@@ -188,7 +189,7 @@ def table_of(row: Mapping[str, Any]) -> str:
         seconds = sorted(side["seconds_of_steps"])
         lines.append(
             [
-                kind, side["setting"].rsplit(" ", 1)[1], _seconds(_median(seconds)), _seconds(seconds[0]),
+                kind, _setting(kind, side["setting"].rsplit(" ", 1)[1]), _seconds(_median(seconds)), _seconds(seconds[0]),
                 _seconds(seconds[-1]), f"{row['tokens'] / _median(seconds):,.0f}",
                 "" if kind == TREE else f"{_median(seconds) / row['seconds']:.2f}x",
                 "" if side["peak_memory"] is None else f"{side['peak_memory'] / 1e9:.1f} GB",
@@ -251,6 +252,14 @@ def _parity(parity: Mapping[str, Any]) -> str:
 
 def _is_of(label: str, kind: str) -> bool:
     return label.rsplit(" ", 1)[0] == kind
+
+
+def _setting(kind: str, value: str) -> str:
+    """``2 rows`` of a batch, ``16,384 tokens`` of a microbatch; with the rows of a batch where they were chosen."""
+    size, _, rows = value.partition("/")
+    if kind in STOCK_KINDS:
+        return counted(int(size), "row")
+    return f"{int(size):,} tokens" + (f", {counted(int(rows), 'row')}" if rows else "")
 
 
 def _median(values: Sequence[float]) -> float:

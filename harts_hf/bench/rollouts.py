@@ -172,6 +172,7 @@ class StepRollouts:
         def recorded_reward(completions: list[Any], **_: Any) -> list[float]:
             return list(self.rewards)
 
+        recorded_reward.reads_texts = False  # type: ignore[attr-defined]  # as RecordedRollouts' own
         return recorded_reward
 
 

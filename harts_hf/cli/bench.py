@@ -110,6 +110,10 @@ def _subject(options: argparse.Namespace, device: Any) -> "Subject":
     file = read_rollouts(options, tokenizer_on_demand(name))
     needs_texts = options.tokenizer is not None or file.num_conversations
     tokenizer = load_tokenizer(name) if name is not None and needs_texts else None
+    if tokenizer is not None and tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise ValueError(
+            f"expected a tokenizer with a pad or an end token, by which TRL pads rows, got {name!r} without"
+        )
     if file.num_conversations:
         print(f"rollouts: {summary(file)}; {counted(len(file.groups), 'group')}", flush=True)
     groups = picked(file.groups, options.groups, options.max_groups or STEPS_MEASURED * options.groups_per_step)

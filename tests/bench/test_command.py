@@ -59,6 +59,10 @@ def test_messages_are_rendered_by_the_models_tokenizer(tmp_path, monkeypatch, ca
     assert status == 2 and "messages need a tokenizer" in output.err and not seen
     tokenizer.save_pretrained(tmp_path / "model")
     status, output = run(capsys, "--model", tmp_path / "model", tmp_path / "m.jsonl", *FEW)
+    assert status == 2 and "expected a tokenizer with a pad or an end token" in output.err and not seen
+    tokenizer.eos_token = "z"
+    tokenizer.save_pretrained(tmp_path / "model")
+    status, output = run(capsys, "--model", tmp_path / "model", tmp_path / "m.jsonl", *FEW)
     assert status == 2 and "measured" in output.err
     assert "rollouts: 2 samples of 1 conversation (messages), one per turn; 1 group" in output.out
     ((rollouts, found),) = seen
@@ -100,6 +104,7 @@ def test_every_side_trains_the_same_and_is_timed(model, shapes, tmp_path, capsys
     # Rounding, not nothing: each side has computed its own gradient.
     assert all(0 < one["gradients"] < 1e-4 for one in row["parity"]["differences"].values())
     assert next(iter(row["parity"]["differences"])) == "stock 1, rounded again"
+    assert "512 tokens" in output.out and ("1 row " in output.out or "2 rows" in output.out)
     assert "efficiency" in output.out and "parity: gradients differ from stock 1's by" in output.out
     assert plot.stat().st_size > 10_000
 

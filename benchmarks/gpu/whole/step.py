@@ -177,6 +177,7 @@ def measure(
     timed_steps = TIMED_OF_SLOW if row.slow else TIMED
     steps = WARM + timed_steps + 1 + host
     clock, watched = Clock(dry, WARM + timed_steps), Watched(dry)
+    batches = 1 if row.together else count
     trainer_class = ScoringTreeGRPOTrainer if row.old else TreeGRPOTrainer
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         if row.old == "again":
@@ -185,8 +186,8 @@ def measure(
             model, reward, rollout_func=play, processing_class=rollouts.tokenizer(), callbacks=[clock],
             train_dataset=Dataset.from_dict({"prompt": [f"t{i}" for i in range(2, 20)]}),
             args=TreeGRPOConfig(
-                output_dir=folder, per_device_train_batch_size=1, gradient_accumulation_steps=count,
-                num_generations=count, steps_per_generation=count, max_completion_length=100000, learning_rate=1e-6,
+                output_dir=folder, per_device_train_batch_size=count // batches, gradient_accumulation_steps=batches,
+                num_generations=count, steps_per_generation=batches, max_completion_length=100000, learning_rate=1e-6,
                 optim="sgd", max_steps=steps, logging_steps=1, save_strategy="no", report_to="none", bf16=not dry,
                 use_cpu=dry, disable_tqdm=True, gradient_checkpointing=row.checkpointing, dataloader_pin_memory=False,
                 max_grad_norm=0.0, router_aux_loss_coef=0.0, beta=0.0,
@@ -212,6 +213,7 @@ def measure(
         "sharing": row.sharing,
         "fused_modules": fused,
         "budget": row.budget,
+        **({"rows_per_batch": count} if row.together else {}),
         **({"old_log_probs": row.old, "scoring_kept": logs["tree/scoring_kept"]} if row.old else {}),
         "max_tokens_per_microbatch": int(logs.get("tree/max_tokens_per_microbatch", row.budget)),
         "microbatches": logs["tree/microbatches"],
