@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.gpu import gates
-from benchmarks.gpu.ranks import judging
 from benchmarks.gpu.record import cell, read, write
 
 
@@ -60,19 +59,6 @@ def extend_step(old: dict, new: dict) -> dict:
     return {**old, **new, "rows": rows}
 
 
-def collect_ranks(part: dict) -> dict:
-    """Rows as the record has them: with their commit and versions, and what they gain over one GPU's of their run."""
-    kept = {"commit": part["commit"], "versions": part["versions"]}
-    rows = [{**row, **kept} for row in judging.with_gains(part["rows"])]
-    return {"device": part["device"], "seed": part["seed"], "failures": part["failures"], "rows": rows}
-
-
-def extend_ranks(old: dict, new: dict) -> dict:
-    """``new`` with the rows that only ``old`` has."""
-    names = ("run", "execution", "placement", "variant")
-    return {**old, **new, "rows": _extended(old, new, lambda row: tuple(row[name] for name in names))}
-
-
 def _extended(old: dict, new: dict, key: Callable[[dict], tuple]) -> list[dict]:
     """The old rows, each in its order and as measured anew where it was, then new ones."""
     measured = {key(row): row for row in new["rows"]}
@@ -98,10 +84,6 @@ def main(options: argparse.Namespace) -> None:
         for new in (collect_step(read(part)) for part in options.parts):
             result = extend_step(result, new) if result else new
         check, picture = gates.check_step, None
-    elif options.what == "ranks":
-        for new in (collect_ranks(read(part)) for part in options.parts):
-            result = extend_ranks(result, new) if result else new
-        check, picture = gates.check_ranks, None
     else:
         for new in (read(part) for part in options.parts):
             result = extend_whole(result, new) if result else new

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback
 
 from benchmarks.gpu import record
-from benchmarks.gpu.registry import SEED, STEP_MODELS, STEP_ROWS, STEP_WORKLOAD, TINY, StepRow
+from benchmarks.gpu.registry import DRY_EXPERTS, RUNS, SEED, STEP_MODELS, STEP_ROWS, STEP_WORKLOAD, TINY, StepRow
 from benchmarks.gpu.trees import draw_tokens
 from benchmarks.gpu.whole import rollouts
 from benchmarks.gpu.whole.breakdown import INSIDE, breakdown, events_of
@@ -39,8 +39,6 @@ from harts_hf.trainers.scored_once import ScoredOnce
 
 WARM, TIMED, TIMED_OF_SLOW = 1, 3, 1  # steps; another is profiled
 DRY_LAYERS, DRY_TOKENS, DRY_ROWS = 4, 200, 4
-DRY_EXPERTS = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
-RUNS = ("score", "backward", "backward_unscored")  # of WindowRun: all of a step's forwards and backwards
 
 
 def build(name: str, dry: bool) -> nn.Module:
