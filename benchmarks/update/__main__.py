@@ -204,6 +204,14 @@ def known_of(rows: Sequence[dict[str, Any]], unique_tokens: int, budgets: Sequen
     return {"fixed": sizes, "microbatch_seconds": constants}
 
 
+def written(merged: dict[str, Any]) -> tuple[str, ...]:
+    """The tables of docs/performance.md."""
+    return (
+        *tables.TOTALS, *tables.totals(merged), "", *tables.OTHERS, *tables.others(merged), "",
+        *tables.STEPS, *tables.steps(merged, STEPS_SHOWN),
+    )  # fmt: skip
+
+
 def said_since(begun: float) -> Callable[[str], None]:
     """Says what is done, and since when."""
     return lambda text: print(f"{time.monotonic() - begun:.0f} s: {text}", flush=True)
@@ -243,9 +251,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     old = rows_in(options.record) if options.parts == [] or options.record.exists() else {}
     merged = merge([rows_in(part) for part in options.parts], old)
     record.write(options.record, merged)
-    steps = [row for row in merged["rows"] if "step" in row]
+    drawn = ("plain", *tables.SEVERAL)
+    steps = [row for row in merged["rows"] if "step" in row and row["model"] == tables.MODEL]
+    steps = [row for row in steps if row["variant"] in drawn]
     steps.sort(key=lambda row: (len(row["sides"]), row["tokens"]))  # the last is drawn by phase
-    print("\n".join((*tables.TOTALS, *tables.totals(merged), "", *tables.STEPS, *tables.steps(merged, STEPS_SHOWN))))
+    print("\n".join(written(merged)))
     plot_rows(steps, options.record.with_suffix(".png"), merged["device"])
 
 

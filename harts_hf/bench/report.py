@@ -174,8 +174,9 @@ def _largest(values: Any) -> int | None:
 
 def table_of(row: Mapping[str, Any]) -> str:
     """A row as text: each side with its fastest setting, then phases, stages and clipping."""
+    groups = "group" if len(row["groups"]) == 1 else "groups"
     head = (
-        f"{'group' if len(row['groups']) == 1 else 'groups'} {', '.join(row['groups'][:4])}{' ...' if len(row['groups']) > 4 else ''}: "
+        f"{groups} {', '.join(row['groups'][:4])}{' ...' if len(row['groups']) > 4 else ''}: "
         f"{row['trajectories']:,} trajectories, {row['tokens']:,} tokens, {row['unique_tokens']:,} unique "
         f"(ratio {row['sharing_ratio']:.2f})"
     )
@@ -189,8 +190,8 @@ def table_of(row: Mapping[str, Any]) -> str:
         seconds = sorted(side["seconds_of_steps"])
         lines.append(
             [
-                kind, _setting(kind, side["setting"].rsplit(" ", 1)[1]), _seconds(_median(seconds)), _seconds(seconds[0]),
-                _seconds(seconds[-1]), f"{row['tokens'] / _median(seconds):,.0f}",
+                kind, _setting(kind, side["setting"].rsplit(" ", 1)[1]), _seconds(_median(seconds)),
+                _seconds(seconds[0]), _seconds(seconds[-1]), f"{row['tokens'] / _median(seconds):,.0f}",
                 "" if kind == TREE else f"{_median(seconds) / row['seconds']:.2f}x",
                 "" if side["peak_memory"] is None else f"{side['peak_memory'] / 1e9:.1f} GB",
             ]
