@@ -12,6 +12,7 @@ import torch
 
 from harts_hf.cli.checks import check_output_file, find_device, refuse_to_overwrite, seed
 from harts_hf.cli.loading import load_model
+from harts_hf.cli.names import check_model_name
 from harts_hf.cli.output import printable, replacing
 from harts_hf.planner.cost import FEATURES
 from harts_hf.runtime.costing import fit_cost_model
@@ -23,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
     device = find_device(options.device)
     refuse_to_overwrite(options.out, options.model)
     check_output_file("--out", options.out)
+    check_model_name("--model", options.model)
     model = load_model(
         options.model, getattr(torch, options.dtype), seed=options.seed, random_weights=options.random_weights
     )
