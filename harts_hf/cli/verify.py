@@ -22,6 +22,7 @@ from harts_hf.cli.loading import (
 )
 from harts_hf.cli.names import check_model_name
 from harts_hf.cli.output import printable, write_json
+from harts_hf.cli.parsing import CommandParser
 
 if TYPE_CHECKING:
     from harts_hf.planner import PlannerConfig
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="harts verify", description=DESCRIPTION)
+    parser = CommandParser(prog="harts verify", description=DESCRIPTION)
     add_rollouts(parser, tokenizer="folder or cached name, for rows with messages (default: the model's)")
     parser.add_argument(
         "--model",
