@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from harts_hf.cli.output import printable_lines, reader_is_gone
 from harts_hf.cli.signals import Terminated
+from harts_hf.errors import missing_extra
 
 COMMANDS = {
     "train": "train a model on rollout trees by a recipe: harts train RECIPE [--field value ...]",
@@ -76,8 +77,12 @@ def _run(argv: Sequence[str] | None) -> int:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:
         return import_module(f"harts_hf.cli.{name}").main(arguments[1:]) or 0
-    except ModuleNotFoundError:
-        raise  # in the middle of somebody's module, which the traceback names
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error)
+        if missing is None:
+            raise  # in the middle of somebody's module, which the traceback names
+        print(f"harts {name}: {missing}", file=sys.stderr)
+        return 2
     except MemoryError as error:
         print(f"harts {name}: out of memory: {printable_lines(error)}", file=sys.stderr)
         return 2

@@ -61,6 +61,14 @@ def test_every_script_is_tested():
     assert named == scripts
 
 
+@pytest.mark.parametrize(("name", "module", "extra"), [("lora", "peft", "peft"), ("agent_by_url", "openai", "agents")])
+def test_scripts_name_their_extra(name, module, extra, run, monkeypatch):
+    """Where it is not installed, in a line instead of a traceback."""
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit, match=rf'pip install -e "\.\[{extra}\]"'):
+        run(name, "tiny")
+
+
 @pytest.mark.essential("grpo", "recorded")
 @pytest.mark.parametrize("name", TRAINED)
 def test_script(name, tiny, run):
