@@ -18,7 +18,7 @@ class CommandParser(argparse.ArgumentParser):
     """A parser that says what an option takes, and what it got; mix it in before other parsers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, exit_on_error=False, **kwargs)
+        super().__init__(*args, **{**kwargs, "exit_on_error": False})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's.

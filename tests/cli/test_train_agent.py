@@ -1,5 +1,6 @@
 """`harts train` with agents: where rollouts come from, and a run whose tree is of an agent's samples."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -79,6 +80,7 @@ def test_a_template_that_nobody_parses_is_refused_before_anything_is_sampled(tmp
 )
 def test_what_is_missing_is_named_with_its_extra(missing, options, needs, tmp_path, capsys, monkeypatch):
     """The web server, the recipe's client and adapters are no dependencies of those who train on environments."""
+    importlib.import_module("harts_hf.cli.train")  # TRL's trainers look for PEFT once, when they are imported
     for name in list(sys.modules):
         if name.startswith(("harts_hf.rollouts.gateway", "harts_hf.rollouts.agents")):
             monkeypatch.delitem(sys.modules, name)
