@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -71,7 +72,9 @@ def _run(argv: Sequence[str] | None) -> int:
         return 0
     name = arguments[0]
     if name not in available_commands():
-        print(f"harts: expected a command ({', '.join(available_commands())}), got {name!r}", file=sys.stderr)
+        close = get_close_matches(name, available_commands(), n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        print(f"harts: expected a command ({', '.join(available_commands())}), got {name!r}{hint}", file=sys.stderr)
         return 2
     # TRL says from its import on, before anything is read, that rollout_func is experimental.
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")

@@ -178,9 +178,11 @@ def read_recipe(path: str) -> dict[str, Any]:
             or, with aliases written out, more than ``MAX_VALUES`` values.
         OSError: it cannot be read.
     """
+    expected = f"expected {path!r} to be a recipe"
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{expected} (a YAML file, such as recipes/tiny_grpo.yaml), got no such file")
     with open(path, "rb") as file:
         content = file.read(MAX_BYTES + 1)
-    expected = f"expected {path!r} to be a recipe"
     if len(content) > MAX_BYTES:
         raise ValueError(f"{expected} of at most {MAX_BYTES:,} bytes, got more")
     try:

@@ -207,8 +207,9 @@ class Reading:
         if self._group_key is not None:
             found = [value for source in sources if (value := _at_key(source, self._group_key)) is not None]
             if not found:
+                own = "; rows say their group by the key group: leave the group key out" if group is not None else ""
                 raise ValueError(
-                    f"expected the group key {self._group_key!r}, got none; keys are {keys_of(sources[-1])}"
+                    f"expected the group key {self._group_key!r}, got none; keys are {keys_of(sources[-1])}{own}"
                 )
             group = found[0]
         has_group = group is not None
