@@ -14,6 +14,7 @@ from harts_hf.cli.checks import check_output_file, find_device, refuse_to_overwr
 from harts_hf.cli.loading import load_model
 from harts_hf.cli.names import check_model_name
 from harts_hf.cli.output import printable, replacing
+from harts_hf.cli.parsing import CommandParser
 from harts_hf.planner.cost import FEATURES
 from harts_hf.runtime.costing import fit_cost_model
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="harts bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--fit-cost", action="store_true", required=True, help="what to measure: the cost model")

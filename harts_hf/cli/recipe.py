@@ -70,9 +70,9 @@ def parse(argv: Sequence[str], *, unknown: list[str] | None = None) -> tuple[Tra
 
     Raises:
         ValueError: no arguments at all; a file that is no recipe; an unknown key (named); a value that its field
-            refuses.
+            refuses, or of another type.
         OSError: no such recipe.
-        SystemExit: help was asked for, or a value has the wrong type (argparse prints which).
+        SystemExit: help was asked for.
     """
     path, options = split_recipe(argv)
     if path is None and not options:
