@@ -7,11 +7,14 @@ import torch
 
 from harts_hf.bench.parity import ROUNDED, judge
 from harts_hf.bench.report import total_of
-from harts_hf.bench.sides import COLLAPSED, PACKED, STOCK, TREE
+from harts_hf.bench.sides import COLLAPSED, PACKED, STOCK, STOCK_KINDS, TREE
 
 
 def merge(parts: Sequence[dict[str, Any]], old: dict[str, Any]) -> dict[str, Any]:
     """Steps of several calls, each as measured last, and a total of each workload and variant in front of them.
+
+    Stock trainers take long: where a step was measured again without them, they stay as they were measured, with their
+    commit and the verdict of that time.
 
     Raises:
         SystemExit: a step whose parity check fails.
@@ -21,12 +24,14 @@ def merge(parts: Sequence[dict[str, Any]], old: dict[str, Any]) -> dict[str, Any
     planted = dict(old.get("planted", {}))
     for part in parts:
         for row in part["rows"]:
-            steps[tuple(row[name] for name in names)] = {**row, "commit": row.get("commit", part["commit"])}
+            key = tuple(row[name] for name in names)
+            steps[key] = with_stock_of(steps.get(key), {**row, "commit": row.get("commit", part["commit"])})
         planted |= part.get("planted", {})
     for key, row in steps.items():
         steps[key] = judged_again(row, [one["parity"] for other, one in steps.items() if other[0] == key[0]])
-        if not steps[key]["parity"]["passed"]:
-            raise SystemExit(f"refused: {row['workload']} {row['step']}: {steps[key]['parity']['failures']}")
+        for one in (steps[key], row.get("stock_of", {"parity": {"passed": True}})):
+            if not one["parity"]["passed"]:
+                raise SystemExit(f"refused: {row['workload']} {row['step']}: {one['parity']['failures']}")
     by_model: dict[str, dict[str, float]] = {}
     for (model, *_), row in steps.items():  # the one step whose baseline was tried in several sizes
         if len(row["sides"].get(PACKED, {}).get("tried", ())) > 1 and row.get("microbatch_seconds", {}).get(PACKED):
@@ -47,6 +52,21 @@ def merge(parts: Sequence[dict[str, Any]], old: dict[str, Any]) -> dict[str, Any
         "failures": {key: value for part in parts for key, value in part["failures"].items()},
         "planted": planted,
         "rows": [*totals, *(row for rows in by_workload.values() for row in rows)],
+    }
+
+
+def with_stock_of(before: Mapping[str, Any] | None, row: dict[str, Any]) -> dict[str, Any]:
+    """A step with the stock trainers of an earlier measurement of it, if it has none of its own."""
+    stock = {} if before is None else {k: side for k, side in before["sides"].items() if k in STOCK_KINDS}
+    if before is None or not stock or set(stock) & set(row["sides"]):
+        return row
+    kept = {name: before[name] for name in ("stock_seconds", "stock_peak_memory")}
+    return {
+        **row,
+        **kept,
+        "speedup_stock": kept["stock_seconds"] / row["seconds"],
+        "stock_of": before.get("stock_of", {name: before[name] for name in ("commit", "parity")}),
+        "sides": {**stock, **row["sides"]},
     }
 
 
