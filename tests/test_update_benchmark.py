@@ -7,7 +7,7 @@ import pytest
 from shared_data import shape_file
 
 from benchmarks.update import __main__ as update
-from benchmarks.update import merging, tables, workloads
+from benchmarks.update import merging, workloads
 from harts_hf.bench.sides import COLLAPSED, PACKED, SORTED, STOCK, TREE
 
 SHAPES = shape_file("tot_game24").parent
@@ -97,7 +97,8 @@ def test_an_ideal_with_what_a_later_sweep_says_of_microbatches():
     restated = merging.restated(found, {"packed": 0.1})
     assert restated["ideal_seconds"] == pytest.approx({"rows": 0.27, "optimizer": 0.1, "microbatches": 0.1})
     assert restated["efficiency"] == pytest.approx(0.94) and restated["ideal"] == pytest.approx(4.0 / 0.47)
-    assert tables.efficiencies([restated]) == pytest.approx((0.94, 0.8))  # 3 x 0.1 s shared like rows, not 0.1 s whole
+    bounded = merging.with_bounds(restated)  # 3 x 0.1 s shared like rows, not 0.1 s whole
+    assert (bounded["ideal_at_most"], bounded["efficiency_at_least"]) == pytest.approx((10.0, 0.8))
     assert merging.restated({**found, "microbatch_seconds": {"packed": 0.2}}, {"packed": 0.1})["ideal"] == 10.0
 
 
@@ -117,6 +118,16 @@ def test_a_call_goes_on_where_another_ended(tmp_path, monkeypatch, capsys):
     update.main([*command[:1], "anyswe_a:1", *command[2:]])
     assert "no time left for Task(workload='anyswe_a', step=1, variant='plain')" in capsys.readouterr().out
     assert len(json.loads(out.read_text())["rows"]) == 1
+    # Of another commit: kept, and not taken for done.
+    monkeypatch.setenv("HARTS_COMMIT", "later")
+    monkeypatch.setattr(update, "time", SimpleNamespace(monotonic=iter(range(0, 10**6, 1000)).__next__))
+    update.main(command)
+    assert "no time left for Task(workload='anyswe_a', step=0" in capsys.readouterr().out
+    assert [row["commit"] for row in json.loads(out.read_text())["rows"]] == ["now"]
+    out.write_text('{"rows": [{"model": "m"}]}')
+    for path in (out, tmp_path / "nowhere.json"):
+        with pytest.raises(SystemExit, match=r"expected a result file of `benchmarks.update run`, got"):
+            update.main(["record", str(path)])
 
 
 def test_figures_of_the_record_in_the_documents():
@@ -131,6 +142,15 @@ def test_figures_of_the_record_in_the_documents():
     assert f"**{total['speedup']:.1f}x** the best" in readme and f"**{total['speedup_stock']:.0f}x** stock" in readme
     dense, mixture = (rows[name, "miniswe_b_drop", "plain", None] for name in ("qwen3.5-4b", "qwen3.5-moe-8b"))
     words = " ".join(readme.split())
+    # Over the steps that a baseline ran, and what part of the tokens they are.
+    steps = [row for row in found["rows"] if row.get("step") is not None]
+    steps = [row for row in steps if all(row[name] == first[name] for name in names[:3])]
+    for name in ("baseline", "stock"):
+        ran = [row for row in steps if f"{name}_seconds" in row]
+        gain = sum(row[f"{name}_seconds"] for row in ran) / sum(row["seconds"] for row in ran)
+        part = f"{sum(row['tokens'] for row in ran) / total['tokens'] * 100:.0f} % of the tokens"
+        assert f"({part}: {gain:.1f}x there)" in words
+        assert f"with {part}; over these the tree is {gain:.1f}x" in " ".join(page.split())
     assert f"{first['speedup']:.1f}x and {first['speedup_stock']:.1f}x" in words
     assert f"on two groups {dense['speedup']:.1f}x, a mixture of 8 B {mixture['speedup']:.1f}x" in words
     assert all(row["parity"]["passed"] for row in found["rows"] if "step" in row)

@@ -5,13 +5,15 @@ from typing import Any
 
 import torch
 
-from harts_hf.bench.parity import ROUNDED, judge
-from harts_hf.bench.report import total_of
+from harts_hf.bench.parity import ROUNDED, judge, judge_whole
+from harts_hf.bench.report import bounds_of, total_of
 from harts_hf.bench.sides import COLLAPSED, PACKED, STOCK, STOCK_KINDS, TREE
 
 
 def merge(parts: Sequence[dict[str, Any]], old: dict[str, Any]) -> dict[str, Any]:
     """Steps of several calls, each as measured last, and a total of each workload and variant in front of them.
+
+    Without any call the record is judged, restated and added up anew.
 
     Stock trainers take long: where a step was measured again without them, they stay as they were measured, with their
     commit and the verdict of that time.
@@ -23,7 +25,7 @@ def merge(parts: Sequence[dict[str, Any]], old: dict[str, Any]) -> dict[str, Any
     steps = {tuple(row[name] for name in names): row for row in old.get("rows", ()) if "step" in row}
     planted = dict(old.get("planted", {}))
     for part in parts:
-        for row in part["rows"]:
+        for row in (row for row in part["rows"] if "step" in row):  # a record has totals, too
             key = tuple(row[name] for name in names)
             steps[key] = with_stock_of(steps.get(key), {**row, "commit": row.get("commit", part["commit"])})
         planted |= part.get("planted", {})
@@ -38,13 +40,13 @@ def merge(parts: Sequence[dict[str, Any]], old: dict[str, Any]) -> dict[str, Any
             by_model[model] = row["microbatch_seconds"]
     by_workload: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for (model, workload, _, variant), row in sorted(steps.items(), key=lambda item: str(item[0])):
-        own = restated(row, by_model.get(model, {}))
+        own = with_bounds(restated(row, by_model.get(model, {})))
         by_workload.setdefault((model, workload, variant), []).append(own)
     totals = [
         {**total_of(rows), "variant": variant, "commits": sorted({row["commit"] for row in rows})}
         for (_, _, variant), rows in by_workload.items()
     ]
-    last = parts[-1]
+    last = parts[-1] if parts else old
     return {
         "device": last["device"],
         "versions": last["versions"],
@@ -88,8 +90,15 @@ def judged_again(row: dict[str, Any], parities: Sequence[Mapping[str, Any]]) -> 
     if not any(name.startswith(PACKED) for name in from_packed) and halves:
         from_packed[f"{PACKED} of another step"] = lent["sharing"] = min(halves)
     limits, failures = judge(
-        differences, from_packed, parity["flips"], torch.bfloat16, reference=parity["reference"]
+        differences, from_packed, parity["flips"], torch.bfloat16, reference=parity["reference"],
+        scales=parity.get("scales_from_packed"),
     )  # fmt: skip
+    logs = {
+        side["setting"]: side["log"]
+        for kind, side in row["sides"].items()
+        if kind not in STOCK_KINDS and "log" in side and side["rows_per_batch"] == row["sides"][TREE]["rows_per_batch"]
+    }
+    failures += judge_whole(logs, torch.bfloat16)
     found = {**parity, "limits": limits, "failures": failures, "passed": not failures}
     return {**row, "parity": {**found, "lent": lent} if lent else found}
 
@@ -121,3 +130,11 @@ def restated(row: dict[str, Any], microbatch_seconds: Mapping[str, float]) -> di
             f"efficiency{suffix}": total / row["seconds"],
         }
     return found
+
+
+def with_bounds(row: dict[str, Any]) -> dict[str, Any]:
+    """With the ideals if no microbatch had a constant, which are of the ideals that were restated."""
+    for kind, suffix in ((PACKED, ""), (COLLAPSED, f"_{COLLAPSED}")):
+        if f"ideal_seconds{suffix}" in row:
+            row = {**row, **bounds_of(row, kind, suffix)}
+    return row
