@@ -330,6 +330,7 @@ def test_auto(shape, placement):
             choice="auto",
             can_skip_scoring=False,
             names=("log_prob",),
+            merge=RolloutTree.from_trajectories,
         )
 
     found = on_ranks(2, work)
