@@ -2,6 +2,8 @@
 
 import gc
 import os
+import shutil
+import tempfile
 
 import pytest
 import torch
@@ -24,6 +26,13 @@ settings.load_profile("repeatable")
 # What `make test-fast` keeps of tests that run once per family: between them both linear rules, latent and ordinary
 # attention, experts and dense layers.
 FAST_FAMILIES = ("bailing_hybrid", "qwen3_5_text")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One server of forks for all workers, which inherit its folder's name (support/launching.py)."""
+    if not hasattr(config, "workerinput"):
+        folder = os.environ["HARTS_TESTS_FORK_FOLDER"] = tempfile.mkdtemp(prefix="forks")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
