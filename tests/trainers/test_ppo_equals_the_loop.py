@@ -29,6 +29,7 @@ CUT = {"tree_max_tokens_per_microbatch": 64}
                 "epsilon_high": 2e-3,
                 "cliprange_value": 1e-2,
                 "learning_rate": 0.3,
+                "gradient_checkpointing": True,
             },
             1,
             id="epochs-of-minibatches-clipped",
