@@ -16,8 +16,7 @@ settings.register_profile("explore", settings.get_profile("repeatable"), derando
 settings.load_profile("repeatable")
 
 
-# What `make test-fast` keeps of tests that run once per family: between them both linear rules, latent and ordinary
-# attention, experts and dense layers.
+# What `make test-fast` keeps of tests that run once per family: `support.models.OF_EACH_KIND`.
 FAST_FAMILIES = ("bailing_hybrid", "qwen3_5_text")
 
 

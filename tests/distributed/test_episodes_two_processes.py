@@ -12,7 +12,7 @@ import torch
 from support import recorded
 from support.episode_runs import FAMILY, assert_same_logs, assert_same_parameters, follow
 from support.launching import run_processes
-from support.models import tiny_model
+from support.models import shallow_model
 
 from harts_hf import TreeGRPOConfig
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.distributed
 def left(tmp_path_factory):
     """For each case what both ranks left, of one launch; asserts that two ranks of the real backend ran."""
     folder = tmp_path_factory.mktemp("episodes")
-    tiny_model(FAMILY, dtype=torch.float64, seed=1).save_pretrained(folder / "start")
+    shallow_model(FAMILY, dtype=torch.float64, seed=1).save_pretrained(folder / "start")
     ddp, fsdp2 = RECORDED
     names = [*CASES, ddp, "ddp:clipped", *BROKEN, fsdp2, *SHARDED]
     run_processes(SCRIPT, folder, *names, timeout=900)

@@ -77,7 +77,7 @@ def main() -> None:
     from accelerate.state import AcceleratorState
     from support import recorded
     from support.episodes import RaggedRollouts
-    from support.models import tiny_model
+    from support.models import shallow_model
     from support.oracle import float64_everywhere
     from support.recordings import WatchedRecording, episodes_with_unknown, rows_of_episodes
 
@@ -98,7 +98,7 @@ def main() -> None:
             rollouts = recording.log
         # DeepSpeed knows no float64.
         dtype = torch.float64 if backend == "ddp" else torch.float32
-        model = tiny_model("qwen3_5_text", dtype=dtype, seed=1)  # before the arguments: see train_two.py
+        model = shallow_model("qwen3_5_text", dtype=dtype, seed=1)  # before the arguments: see train_two.py
         options = {"max_steps": 2, "tree_sharing": "always", **CASES.get(case, {}), **backend_options(backend)}
         if options.get("beta"):  # TRL loads the reference model from where the policy came from
             model = type(model).from_pretrained(folder / "start", dtype=dtype)

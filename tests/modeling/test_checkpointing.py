@@ -56,7 +56,9 @@ def test_memory_of_some_layers():
 def test_stock_trl_forgets(tmp_path):
     """Where it no longer does, allow_some_layers can go."""
     kwargs = {"use_reentrant": False, "every_n_layers": 2}
-    _, _, trainer = run_trainer(GRPOTrainer, GRPOConfig, tmp_path, gradient_checkpointing_kwargs=kwargs, max_steps=1, **ON)
+    _, _, trainer = run_trainer(
+        GRPOTrainer, GRPOConfig, tmp_path, gradient_checkpointing_kwargs=kwargs, max_steps=1, **ON
+    )
     assert all(checkpointed(trainer.model))
 
 
