@@ -20,9 +20,9 @@ settings.load_profile("repeatable")
 FAST_FAMILIES = ("bailing_hybrid", "qwen3_5_text")
 
 
-def pytest_collectstart(collector: pytest.Collector) -> None:
-    """Before the first file: the process that only hands out tests collects nothing, and starts without torch."""
-    if not isinstance(collector, pytest.Session):
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before the first file is imported; the process that only hands out tests starts without torch."""
+    if session.config.pluginmanager.hasplugin("dsession"):
         return
     import torch
 

@@ -70,6 +70,7 @@ _CONFIGS = {
     "qwen3_5_text": {**_COMMON, **_GDN, **_LAYERS, "intermediate_size": 48},
     "qwen3_next": {**_COMMON, **_GDN, **_LAYERS, **_SOFTMAX_MOE, "intermediate_size": 48},
 }
+SHALLOW = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 FAMILIES = sorted(_CONFIGS)
 # Between them both linear rules, latent and ordinary attention, experts and dense layers.
 OF_EACH_KIND = ["bailing_hybrid", "qwen3_5_text"]
@@ -107,5 +108,4 @@ def shallow_model(family: str, **options) -> nn.Module:
 
     The stock model's linear layer in float64 is most of what a plain loop over trajectories takes.
     """
-    shallow = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    return tiny_model(family, **options, **(shallow if family == "qwen3_5_text" else {}))
+    return tiny_model(family, **options, **(SHALLOW if family == "qwen3_5_text" else {}))

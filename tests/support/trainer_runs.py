@@ -41,6 +41,8 @@ def _run(trainer_class: type, config_class: type, folder: Path, family: str, opt
     rollout_func = options.pop("rollout_func", recorded.rollout_func)
     dataset = options.pop("dataset", None) or recorded.dataset()
     callbacks, lora = options.pop("callbacks", None), options.pop("peft_config", None)
+    if lora is not None:  # which TRL prepares for layers that are computed again
+        options.setdefault("gradient_checkpointing", True)
     model = shallow_model(family, dtype=torch.float64, seed=1)
     if options.get("beta"):  # TRL loads the reference model from where the policy came from
         model.save_pretrained(folder / "start")

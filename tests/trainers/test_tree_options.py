@@ -279,7 +279,7 @@ def test_bad_options(options, message, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
         ({"torch_compile": True}, "torch_compile"),
         ({"optim": "adalomo"}, "optim=OptimizerNames.ADALOMO"),
         ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["mlp"]}, "GALORE_ADAMW_LAYERWISE"),
