@@ -32,7 +32,7 @@ from harts_hf.bench.about import about_machine
 from harts_hf.bench.measure import measure_step
 from harts_hf.bench.results import BenchOptions
 from harts_hf.bench.rollouts import StepRollouts
-from harts_hf.bench.sides import PACKED, TREE, Setting, Side, build_side, common_arguments
+from harts_hf.bench.sides import PACKED, TREE, BenchStep, Setting, Side, build_side, common_arguments
 from harts_hf.bench.subject import word_tokenizer
 from harts_hf.modeling import vocab_size_of
 from harts_hf.rollouts.recorded import RolloutGroup
@@ -115,7 +115,10 @@ def run(options: argparse.Namespace) -> None:
         rollouts = StepRollouts.of([shape.group(tokens)], vocab_size=vocab)
         own = replace(args, tree_max_handoff_bytes=limit, generation_batch_size=None)
         try:
-            side = build_side(Setting(kind=TREE, size=budget), model, rollouts, own, word_tokenizer())
+            side = build_side(
+                Setting(kind=TREE, size=budget),
+                BenchStep(model=model, rollouts=rollouts, args=own, tokenizer=word_tokenizer()),
+            )
             row = {"asked": tokens, **timed(side, rollouts, until)}
         except Exception:
             result["failures"][str(tokens)] = record.failure()
@@ -144,7 +147,9 @@ def compared(model: nn.Module, rollouts: StepRollouts, args: TreeGRPOConfig) -> 
     bench = BenchOptions(
         budgets=(max(64, rollouts.tree.num_tokens // 3),), kinds=(PACKED, TREE), steps=1, stages=False
     )
-    measured = measure_step(model, rollouts, args, word_tokenizer(), bench, progress=print)
+    measured = measure_step(
+        BenchStep(model=model, rollouts=rollouts, args=args, tokenizer=word_tokenizer()), bench, progress=print
+    )
     model.zero_grad(set_to_none=True)
     return measured.parity.to_dict()
 

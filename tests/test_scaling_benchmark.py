@@ -35,9 +35,9 @@ def test_runs_go_on_and_refuse(tmp_path, monkeypatch, capsys):
     nor begun that would end too late."""
     passed, limits, begun = [True], [], []
 
-    def built(setting, model, rollouts, args, tokenizer):
-        begun.append(rollouts.tree.num_tokens)
-        limits.append(args.tree_max_handoff_bytes)
+    def built(setting, step):
+        begun.append(step.rollouts.tree.num_tokens)
+        limits.append(step.args.tree_max_handoff_bytes)
 
     def timed(side, rollouts, until):
         tokens = rollouts.tree.num_tokens

@@ -6,10 +6,10 @@ little in common. There all sides are told which experts to take (:mod:`harts_hf
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from harts_hf.bench import sides
 from harts_hf.bench.parity import (
@@ -23,9 +23,10 @@ from harts_hf.bench.parity import (
 )
 from harts_hf.bench.rollouts import StepRollouts
 from harts_hf.bench.same_routes import ReplayInStock, RoundedAgain, record_routes
-from harts_hf.bench.sides import PACKED, TREE, Setting, Side, build_side
+from harts_hf.bench.sides import PACKED, TREE, BenchStep, Setting, Side, build_side, rows_at_once
 from harts_hf.modeling import find_routers
-from harts_hf.trainers import TreeGRPOConfig
+from harts_hf.trainers.slicing import depends_on_slices
+from harts_hf.trainers.weighing import trained
 
 SMALLEST = 64  # tokens of a microbatch
 _FLIPS = "tree/engine_routing_flips"
@@ -35,28 +36,19 @@ class Comparison:
     """Steps of all sides on the same rows and weights.
 
     Args:
-        model: unpatched, on its device.
-        rollouts: that are compared.
-        args: of all sides.
-        tokenizer: of the trainers.
-        optimizer: as for :func:`harts_hf.bench.sides.build_side`.
-        old_log_probs: whether TRL scores old log-probs in each step.
+        step: that is compared.
+        own_routes: whether mixtures of experts are also compared with routers that choose for themselves.
         progress: is told what is done at the moment.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        rollouts: StepRollouts,
-        args: TreeGRPOConfig,
-        tokenizer: Any,
+        step: BenchStep,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
-        old_log_probs: bool = False,
+        own_routes: bool = True,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.model, self.rollouts, self.args, self.tokenizer = model, rollouts, args, tokenizer
-        self.optimizer, self.old_log_probs, self.progress = optimizer, old_log_probs, progress
+        self.step, self.own_routes, self.progress = step, own_routes, progress
 
     def verdict(self, chosen: Sequence[Setting], budget: int, dtype: torch.dtype) -> Parity:
         """The verdict.
@@ -66,18 +58,18 @@ class Comparison:
             budget: of a microbatch of this package's sides that are not.
             dtype: that the model computes in.
         """
-        settings = settings_compared(chosen, self.rollouts, budget)
-        known = self.rollouts
+        in_rows = depends_on_slices(self.step.args) is not None
+        known = self.step.rollouts
+        settings = settings_compared(chosen, known, budget, in_rows=in_rows)
         own: dict[str, dict[str, float]] = {}
-        if find_routers(self.model):
+        if find_routers(self.step.model):
             tree = next(setting for setting in settings if setting.kind == TREE)
-            once = list({setting.kind: setting for setting in reversed(settings)}.values())[::-1]
-            free = {setting.label: self._step(setting, self.rollouts)[0] for setting in once}
-            own = differences_of(free, once[0].label)
+            if self.own_routes:
+                once = list({setting.kind: setting for setting in reversed(settings)}.values())[::-1]
+                free = {setting.label: self._step(setting, known)[0] for setting in once}
+                own = differences_of(free, once[0].label)
             self.progress("noting routes")
-            known = record_routes(
-                self.model, self.rollouts, self.args, self.tokenizer, size=tree.size, optimizer=self.optimizer
-            )
+            known = record_routes(self.step, size=tree.size)
         results: dict[str, StepResult] = {}
         flips: dict[str, float] = {}
         for setting in settings:
@@ -107,10 +99,7 @@ class Comparison:
         routes = rollouts.routes
         on = "" if routes is None else " on the same routes"
         self.progress(f"comparing {setting.label}{ROUNDED * rounded}{on}")
-        side = build_side(
-            setting, self.model, rollouts, self.args, self.tokenizer, optimizer=self.optimizer,
-            old_log_probs=self.old_log_probs,
-        )  # fmt: skip
+        side = build_side(setting, replace(self.step, rollouts=rollouts))
         # On a copy of the modules that is dropped with the side.
         replay = None
         if routes is not None and setting.kind in sides.STOCK_KINDS:
@@ -124,27 +113,64 @@ class Comparison:
         return result, flips
 
 
+def kinds_compared(kinds: Sequence[str], *, routed: bool, own_routes: bool = True) -> list[str]:
+    """Of each step that a verdict takes, at most, the kind of the side that makes it.
+
+    Args:
+        kinds: that are timed.
+        routed: whether the model is a mixture of experts.
+        own_routes: as for :class:`Comparison`.
+    """
+    stock = [kind for kind in sides.STOCK_KINDS if kind in kinds][:1]
+    found = [*stock, *stock, PACKED, PACKED, TREE, TREE]  # stock TRL is also rounded again, the others cut in half
+    if routed:
+        found += [*([*stock, PACKED, TREE] if own_routes else []), TREE]  # the last notes the routes
+    return found
+
+
 def compared_step(side: Side) -> StepResult:
     """One step, and what it came to."""
     sketches: list[dict[str, torch.Tensor]] = []
-    side.clock.on_gradients = lambda: sketches.append(sketch_gradients(side.trainer.model))
+    entropies: list[float] = []
+
+    def looked() -> None:
+        sketches.append(sketch_gradients(side.trainer.model))
+        entropies.append(entropy_of(side.trainer))
+
+    side.clock.on_gradients = looked
     try:
         log = side.step()
     finally:
         side.clock.on_gradients = None
-    return StepResult(sketch=sketches[0], grad_norm=log.get("grad_norm"), loss=log["loss"], entropy=log["entropy"])
+    return StepResult(sketch=sketches[0], grad_norm=log.get("grad_norm"), loss=log["loss"], entropy=entropies[0])
 
 
-def settings_compared(chosen: Sequence[Setting], rollouts: StepRollouts, budget: int) -> list[Setting]:
+def entropy_of(trainer: Any) -> float:
+    """Mean entropy of a step's trained tokens, before it is logged: TRL logs the mean of its batches' means."""
+    means = trainer._metrics["train"]["entropy"]
+    tokens = [float(trained(batch).sum()) for batch in trainer._buffered_inputs]
+    return sum(mean * count for mean, count in zip(means, tokens, strict=True)) / sum(tokens)
+
+
+def settings_compared(
+    chosen: Sequence[Setting], rollouts: StepRollouts, budget: int, *, in_rows: bool = False
+) -> list[Setting]:
     """Stock TRL if it was chosen; without padding, and the tree, in one microbatch or few and in half as large ones.
 
-    TRL's means over a batch's rows depend on which rows are in it, and rows that fill a batch up change the
-    advantages' scale, so stock trainers are compared in batches of one row.
+    Rows that fill a batch up change the advantages' scale, so stock trainers are compared in batches of one row, the
+    others in one batch.
+
+    Args:
+        chosen: what is timed.
+        rollouts: that are compared.
+        budget: of a microbatch of this package's sides that are not timed.
+        in_rows: whether all are compared in batches of one row, since the loss depends on which rows are in one.
     """
     size_of = {setting.kind: setting.size for setting in chosen}
     stock = [Setting(kind=kind, size=1) for kind in sides.STOCK_KINDS if kind in size_of][:1]
     found = []
-    for kind, rows in ((PACKED, rollouts.num_tokens), (TREE, rollouts.tree.num_tokens)):
-        size = max(SMALLEST, min(size_of.get(kind, budget), rows))
-        found += [Setting(kind=kind, size=size), Setting(kind=kind, size=max(SMALLEST, size // 2))]
+    batch = 1 if in_rows or rows_at_once(rollouts) < len(rollouts.token_ids) else None
+    for kind, tokens in ((PACKED, rollouts.num_tokens), (TREE, rollouts.tree.num_tokens)):
+        size = max(SMALLEST, min(size_of.get(kind, budget), tokens))
+        found += [Setting(kind=kind, size=one, rows=batch) for one in (size, max(SMALLEST, size // 2))]
     return [*stock, *dict.fromkeys(found)]

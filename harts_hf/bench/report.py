@@ -6,6 +6,7 @@ from typing import Any
 
 from harts_hf.bench.results import StepMeasured, Timed, fastest
 from harts_hf.bench.sides import COLLAPSED, PACKED, STOCK_KINDS, TREE
+from harts_hf.planner.text import counted
 
 NOTES = (
     "sampling is excluded: rollouts are played back. Learning rate 0: all steps are the same step.",
@@ -79,6 +80,7 @@ def row_of(measured: StepMeasured, **about: Any) -> dict[str, Any]:
 def _side(timed: Timed) -> dict[str, Any]:
     return {
         "setting": timed.setting.label,
+        "rows_per_batch": timed.rows_per_batch,
         "tried": timed.tried,
         "microbatches": timed.microbatches,
         "seconds_of_steps": timed.seconds,
@@ -149,7 +151,7 @@ def _largest(values: Any) -> int | None:
 def table_of(row: Mapping[str, Any]) -> str:
     """A row as text: each side with its fastest setting, then phases, stages and clipping."""
     head = (
-        f"groups {', '.join(row['groups'][:4])}{' ...' if len(row['groups']) > 4 else ''}: "
+        f"{'group' if len(row['groups']) == 1 else 'groups'} {', '.join(row['groups'][:4])}{' ...' if len(row['groups']) > 4 else ''}: "
         f"{row['trajectories']:,} trajectories, {row['tokens']:,} tokens, {row['unique_tokens']:,} unique "
         f"(ratio {row['sharing_ratio']:.2f})"
     )
@@ -163,7 +165,7 @@ def table_of(row: Mapping[str, Any]) -> str:
         seconds = sorted(side["seconds_of_steps"])
         lines.append(
             [
-                kind, side["setting"].rsplit(" ", 1)[1], _seconds(_median(seconds)), _seconds(seconds[0]),
+                kind, _setting(kind, side["setting"].rsplit(" ", 1)[1]), _seconds(_median(seconds)), _seconds(seconds[0]),
                 _seconds(seconds[-1]), f"{row['tokens'] / _median(seconds):,.0f}",
                 "" if kind == TREE else f"{_median(seconds) / row['seconds']:.2f}x",
                 "" if side["peak_memory"] is None else f"{side['peak_memory'] / 1e9:.1f} GB",
@@ -207,15 +209,24 @@ def _parity(parity: Mapping[str, Any]) -> str:
     )
     if parity["routes"] != "same":
         return text
+    flips = max(parity["flips"].values())
+    text = f"{text}, all told to take the same experts ({flips:.2%} of the choices would be others)"
+    if not parity["own_routes"]:
+        return text
     own = max(one["gradients"] for one in parity["own_routes"].values())
-    return (
-        f"{text}, all told to take the same experts ({max(parity['flips'].values()):.2%} of the choices would be "
-        f"others); where routers choose for themselves, gradients differ by up to {own:.1e}"
-    )
+    return f"{text}; where routers choose for themselves, gradients differ by up to {own:.1e}"
 
 
 def _is_of(label: str, kind: str) -> bool:
     return label.rsplit(" ", 1)[0] == kind
+
+
+def _setting(kind: str, value: str) -> str:
+    """``2 rows`` of a batch, ``16,384 tokens`` of a microbatch; with the rows of a batch where they were chosen."""
+    size, _, rows = value.partition("/")
+    if kind in STOCK_KINDS:
+        return counted(int(size), "row")
+    return f"{int(size):,} tokens" + (f", {counted(int(rows), 'row')}" if rows else "")
 
 
 def _median(values: Sequence[float]) -> float:

@@ -134,8 +134,8 @@ class StepRollouts:
         missing = -len(self.token_ids) % multiple
         if not missing:
             return self
-        shortest = min(self.token_ids, key=len)
-        filler = shortest[:2]
+        number = min(range(len(self.token_ids)), key=lambda one: len(self.token_ids[one]))
+        filler = self.token_ids[number][:2]
         return replace(
             self,
             token_ids=self.token_ids + (filler,) * missing,
@@ -143,6 +143,7 @@ class StepRollouts:
             masks=self.masks + (np.zeros(1, bool),) * missing,
             rewards=self.rewards + (float(np.mean(self.rewards)),) * missing,
             old_logprobs=None if self.old_logprobs is None else self.old_logprobs + (np.full(1, np.nan),) * missing,
+            routes=None if self.routes is None else self.routes + (self.routes[number][:2],) * missing,
         )
 
     def rollout_func(self) -> Callable[[list[Any], Any], dict[str, Any]]:
@@ -163,6 +164,7 @@ class StepRollouts:
         def recorded_reward(completions: list[Any], **_: Any) -> list[float]:
             return list(self.rewards)
 
+        recorded_reward.reads_texts = False  # type: ignore[attr-defined]  # as RecordedRollouts' own
         return recorded_reward
 
 

@@ -46,11 +46,11 @@ class StageClock:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, the package's operations are timed, in every model that runs on a tree."""
-        rule_on = mixers._rule_on
+        rule_on = mixers.rule_on
         with ExitStack() as stack:
             for module, name, exchanged in (
                 (mixers, "tree_attention", self._attention(mixers.tree_attention)),
-                (mixers, "_rule_on", lambda p, layer, rule: rule_on(p, layer, self._timed("rule", rule))),
+                (mixers, "rule_on", lambda p, layer, rule: rule_on(p, layer, self._timed("rule", rule))),
                 (forwards, "token_logprobs", self._timed("head", forwards.token_logprobs)),
             ):
                 stack.enter_context(replaced.object(module, name, exchanged))

@@ -56,6 +56,11 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
         "--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8],
         help="rows of a batch that stock trainers are tried with (default: %(default)s)",
     )  # fmt: skip
+    measure.add_argument(
+        "--slice-rows", type=int, nargs="+", default=[],
+        help="rows of a batch that sides without padding are tried with, each at every budget (default: all rows, or "
+        "as many as have TRL's loss computed on the CPU)",
+    )  # fmt: skip
     measure.add_argument("--steps", type=int, default=5, help="timed steps of each side (default: %(default)s)")
     measure.add_argument(
         "--max-seconds",

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,29 @@ def add_rollouts(parser: argparse.ArgumentParser, *, tokenizer: str) -> None:
         help="where rows say which group they are of, such as task or info.task (default: what the form has, else the "
         "file is one group)",
     )
+
+
+def parse_all(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The options of a command with :func:`add_rollouts`; errors as in :func:`refuse_left_over`."""
+    options, left = parser.parse_known_args(argv)
+    refuse_left_over(parser, options, left)
+    return options
+
+
+def refuse_left_over(parser: argparse.ArgumentParser, options: argparse.Namespace, left: Sequence[str]) -> None:
+    """Refuses words that a command with :func:`add_rollouts` has no use for.
+
+    Raises:
+        ValueError: several files of rollouts.
+        SystemExit: other words.
+    """
+    if left and not any(word.startswith("-") for word in left):
+        raise ValueError(
+            f"expected one file of rollouts, got {1 + len(left)}: {', '.join([options.rollouts, *left])} (JSONL files "
+            "of one form, whose groups have different names, can be joined: cat A B > ALL)"
+        )
+    if left:
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
 
 
 def read_rollouts(options: argparse.Namespace, tokenizer: Any) -> RolloutFile:

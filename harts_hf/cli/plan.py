@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harts_hf.cli.checks import check_output_file, check_picture, refuse_same_output, refuse_to_overwrite
-from harts_hf.cli.loading import add_rollouts, empty_model, read_rollouts, summary, tokenizer_on_demand
+from harts_hf.cli.loading import (
+    add_rollouts,
+    empty_model,
+    parse_all,
+    read_rollouts,
+    summary,
+    tokenizer_on_demand,
+)
 from harts_hf.cli.output import printable, replacing, write_json
 from harts_hf.cli.plan_report import DEFAULT_ROW_BYTES, plan_report
 from harts_hf.cli.plan_text import format_report
@@ -31,7 +38,7 @@ LIMITS = {"max_tokens_per_microbatch", "max_graph_tokens"}
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
-    options = _parser().parse_args(argv)
+    options = parse_all(_parser(), argv)
     inputs = (options.rollouts, options.cost, options.tokenizer, options.model)
     refuse_to_overwrite(options.json, *inputs)
     refuse_to_overwrite(options.plot, *inputs)

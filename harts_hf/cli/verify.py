@@ -14,6 +14,7 @@ from harts_hf.cli.loading import (
     add_rollouts,
     is_random,
     load_model,
+    parse_all,
     read_rollouts,
     summary,
     tokenizer_name,
@@ -39,7 +40,7 @@ SECONDS_PER_LINE = 10.0
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
-    return 0 if _run(_parser().parse_args(argv)) else 1
+    return 0 if _run(parse_all(_parser(), argv)) else 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -48,13 +48,17 @@ def test_messages_are_rendered_by_the_models_tokenizer(tmp_path, monkeypatch, ca
     (tmp_path / "m.jsonl").write_text(json.dumps({"task": "a", "messages": messages}) + "\n")
     seen = []
 
-    def measured(model, rollouts, args, tokenizer, *_, **__):
-        seen.append((rollouts, tokenizer))
+    def measured(step, *_, **__):
+        seen.append((step.rollouts, step.tokenizer))
         raise ValueError("measured")
 
     monkeypatch.setattr("harts_hf.bench.measure.measure_step", measured)
     status, output = run(capsys, "--model", tmp_path / "model", tmp_path / "m.jsonl", *FEW)
     assert status == 2 and "messages need a tokenizer" in output.err and not seen
+    tokenizer.save_pretrained(tmp_path / "model")
+    status, output = run(capsys, "--model", tmp_path / "model", tmp_path / "m.jsonl", *FEW)
+    assert status == 2 and "expected a tokenizer with a pad or an end token" in output.err and not seen
+    tokenizer.eos_token = "z"
     tokenizer.save_pretrained(tmp_path / "model")
     status, output = run(capsys, "--model", tmp_path / "model", tmp_path / "m.jsonl", *FEW)
     assert status == 2 and "measured" in output.err
@@ -76,6 +80,8 @@ def test_every_side_trains_the_same_and_is_timed(model, shapes, tmp_path, capsys
     assert list(sides) == ["stock", "stock sorted", "packed", "collapsed", "tree"] and not row["failures"]
     assert (row["tokens"], row["unique_tokens"]) == (280, 105) and row["parity"]["passed"]
     assert set(sides["stock"]["tried"]) == {"stock 1", "stock 2"}
+    # All of the others' rows at once: their losses are those of one row at a time, which stock TRL is compared in.
+    assert [sides[kind]["rows_per_batch"] for kind in ("packed", "collapsed", "tree")] == [4, 4, 4]
     # Rows of the schedules: nothing shared, all but what another begins with, every token once.
     assert sides["packed"]["microbatches"] == {"packed 512": 1}
     assert row["work_ratios"]["rows"] == pytest.approx(280 / 105)
@@ -96,6 +102,7 @@ def test_every_side_trains_the_same_and_is_timed(model, shapes, tmp_path, capsys
     # Rounding, not nothing: each side has computed its own gradient.
     assert all(0 < one["gradients"] < 1e-4 for one in row["parity"]["differences"].values())
     assert next(iter(row["parity"]["differences"])) == "stock 1, rounded again"
+    assert "512 tokens" in output.out and ("1 row " in output.out or "2 rows" in output.out)
     assert "efficiency" in output.out and "parity: gradients differ from stock 1's by" in output.out
     assert plot.stat().st_size > 10_000
 

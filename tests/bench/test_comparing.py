@@ -9,8 +9,9 @@ from support import planted
 from support.models import VOCAB, tiny_model
 
 from harts_hf.bench import comparing
+from harts_hf.bench.progress import read_said
 from harts_hf.bench.rollouts import StepRollouts
-from harts_hf.bench.sides import Setting, common_arguments
+from harts_hf.bench.sides import BenchStep, Setting, common_arguments
 from harts_hf.bench.subject import word_tokenizer
 from harts_hf.modeling import forwards
 from harts_hf.rollouts.shapes import shape_group
@@ -19,16 +20,17 @@ from harts_hf.rollouts.shapes import shape_group
 SHAPE = {"parent": [-1, 0, 0, 1, 1], "length": [70, 40, 30, 35, 50], "sample_node": [3, 2, 1, 3, 4]}
 
 
-def verdict(family, dtype, *, checkpointing=False):
-    """Of all sides on a tiny model."""
+def verdict(family, dtype, *, checkpointing=False, said=None):
+    """Of all sides on a tiny model; ``said`` gets what is done."""
     is_low = dtype == torch.bfloat16
     args = common_arguments(
         bf16=is_low, use_cpu=True, optim="sgd", dataloader_pin_memory=False, router_aux_loss_coef=0.0,
         activation_checkpointing=checkpointing, activation_checkpointing_kwargs={"use_reentrant": False},
     )  # fmt: skip
     rollouts = StepRollouts.of([shape_group(SHAPE, "a")], vocab_size=VOCAB)
-    comparison = comparing.Comparison(tiny_model(family, dtype=dtype), rollouts, args, word_tokenizer())
-    return comparison.verdict([Setting(kind="stock", size=1)], 512, dtype)
+    step = BenchStep(model=tiny_model(family, dtype=dtype), rollouts=rollouts, args=args, tokenizer=word_tokenizer())
+    said = [] if said is None else said
+    return comparing.Comparison(step, progress=said.append).verdict([Setting(kind="stock", size=1)], 512, dtype)
 
 
 @pytest.mark.slow
@@ -84,7 +86,10 @@ def test_a_mixture_of_experts_in_bfloat16(plant, message, monkeypatch):
     """Where routers choose for themselves, right gradients are 12 % apart; on the same routes 3 %, and bugs show."""
     if plant is not None:
         plant(monkeypatch)
-    found = verdict("qwen3_5_moe_text", torch.bfloat16)
+    said: list[str] = []
+    found = verdict("qwen3_5_moe_text", torch.bfloat16, said=said)
+    of_kinds = comparing.kinds_compared(("stock", "tree"), routed=True)
+    assert sorted(kind for _, kind in map(read_said, said)) == sorted(of_kinds)
     assert found.passed is (plant is None) and found.routes == "same"
     if plant is None:
         told, own = found.differences["packed 512"]["gradients"], found.own_routes["packed 512"]["gradients"]

@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,15 +12,17 @@ from support.models import VOCAB
 from support.trees import random_trajectories
 
 from harts_hf import PlannerConfig, RolloutTree
+from harts_hf.bench import sides
 from harts_hf.bench.clipping import clipping_of, measure_clipping
 from harts_hf.bench.collapsing import CollapsingPlanner, collapse, is_contained
+from harts_hf.bench.comparing import entropy_of, settings_compared
 from harts_hf.bench.ideal import Work, ideal_step, microbatch_constant
 from harts_hf.bench.parity import judge, relative_difference, sketch_gradients
 from harts_hf.bench.progress import Progress, guess_of_step, in_words, size_in_words
 from harts_hf.bench.report import total_of
 from harts_hf.bench.results import BenchOptions
 from harts_hf.bench.rollouts import LABELS, StepRollouts, steps_of
-from harts_hf.bench.sides import KINDS
+from harts_hf.bench.sides import KINDS, Setting, rows_at_once
 from harts_hf.bench.stages import StageClock
 from harts_hf.bench.variants import sorted_batches
 from harts_hf.cli import bench_arguments
@@ -52,26 +55,29 @@ def test_time_that_is_left():
     options = BenchOptions(kinds=("stock", "tree"), batch_sizes=(1, 2, 4), budgets=(4, 64), steps=2)
     now, said = [0.0], []
     progress = Progress(options, rows, said.append, guess=16.0, clock=lambda: now[0])
-    # Stock: three settings twice, two timed; the tree: two settings twice, two timed, one for its stages.
-    assert progress.num_steps == 6 + 2 + 4 + 2 + 1
-    assert progress.seconds_left == pytest.approx(8 * 16 + 7 * 7)
+    # Stock: three settings twice, two timed; the tree: two settings twice, two timed, one for its stages. Compared are
+    # stock TRL and that rounded again, two without sharing, two of the tree.
+    assert progress.num_steps == 6 + 2 + 4 + 2 + 1 + 6
+    assert progress.seconds_left == pytest.approx(8 * 16 + 7 * 7 + 4 * 16 + 2 * 7)
     progress("trying stock 1")
     now[0] = 64.0  # two runs of 32 s
     progress("trying stock 2")
-    assert progress.num_steps == 2 + 2 + 7
+    assert progress.num_steps == 2 + 2 + 7 + 6
     now[0] = 144.0  # of 40 s: the third size is not tried
     progress("trying tree 4")
     assert said == [
-        "trying stock 1, about 3 min left",
-        "trying stock 2, about 5 min left",
-        "trying tree 4, about 3 min left",
+        "trying stock 1, about 4 min left",
+        "trying stock 2, about 7 min left",
+        "trying tree 4, about 7 min left",
     ]
-    assert progress.num_steps == 2 + 5
+    assert progress.num_steps == 2 + 5 + 6
     now[0] = 148.0
     progress("trying tree 64")
     now[0] = 150.0
-    progress("comparing with stock 1")
-    now[0] = 200.0
+    for number, label in enumerate(("stock 1", "stock 1, rounded again", "packed 64", "tree 64/1 on the same routes")):
+        progress(f"comparing {label}")
+        assert progress.num_steps == 5 + 5 - number
+    now[0] = 200.0  # of what is compared alone nothing is learnt
     for number, kind in ((1, "stock 1"), (1, "tree 64"), (2, "stock 1"), (2, "tree 64")):
         progress(f"step {number} of 2: {kind}")
         now[0] += 3
@@ -117,7 +123,9 @@ def test_rows_of_a_step():
 def test_filling_up_trains_nothing():
     """Rows that fill a batch up change neither labels nor the mean reward."""
     found = StepRollouts.of([group()], vocab_size=10)
+    found = replace(found, routes=tuple(np.full((len(ids), 1, 2), len(ids)) for ids in found.token_ids))
     filled = found.filled(3)
+    assert [len(experts) for experts in filled.routes[4:]] == [2, 2] and (filled.routes[5] == 3).all()
     assert len(filled.token_ids) == 6 and found.filled(2) is found
     assert filled.num_labels == found.num_labels and np.mean(filled.rewards) == pytest.approx(np.mean(found.rewards))
 
@@ -154,6 +162,7 @@ def test_rollouts_that_cannot_be_benchmarked(arguments, message):
         ({"kinds": ("tree", "collapsed")}, "tree and at least one of stock, stock sorted, packed"),
         ({"kinds": ("packed",)}, "tree and at least one of"),
         ({"budgets": ()}, "budgets to be numbers of at least 1"),
+        ({"slice_rows": (4, 0)}, "slice_rows to be numbers of at least 1"),
         ({"steps": 0}, "at least one timed step, got 0"),
         ({"seconds_per_side": math.nan}, "seconds per side above 0, got nan"),
     ],
@@ -283,6 +292,39 @@ def test_stock_sizes_are_at_most_the_rows_of_the_step():
     found = StepRollouts.of([group()], vocab_size=10)
     options = BenchOptions(batch_sizes=(8, 2, 64, 1))
     assert [setting.size for setting in options.settings("stock", found)] == [1, 2, 4]
+
+
+def test_rows_of_a_batch_without_padding(monkeypatch):
+    """All rows, or equal parts that are quick; those that are asked for with every budget, all rows at most."""
+    found = StepRollouts.of([group()], vocab_size=10)
+    assert rows_at_once(found) == 4
+    monkeypatch.setattr(sides, "MOST_ON_CPU", 3 * max(map(len, found.masks)))
+    assert rows_at_once(found) == 2
+    labels = [setting.label for setting in BenchOptions(budgets=(4, 8)).settings("packed", found)]
+    assert labels == ["packed 4", "packed 8"]
+    options = BenchOptions(budgets=(4, 8), slice_rows=(64, 1), fixed={"tree": 16})
+    labels = [setting.label for setting in options.settings("packed", found)]
+    assert labels == ["packed 4/1", "packed 4/4", "packed 8/1", "packed 8/4"]
+    assert [setting.label for setting in options.settings("tree", found)] == ["tree 16/1", "tree 16/4"]
+
+
+def test_entropies_are_weighed_by_tokens():
+    """Whichever batches TRL has taken the means of."""
+    masks = [torch.tensor([[1, 0, 0]]), torch.tensor([[1, 1, 1]])]
+    trainer = SimpleNamespace(
+        _metrics={"train": {"entropy": [1.0, 2.0]}}, _buffered_inputs=[{"completion_mask": mask} for mask in masks]
+    )
+    assert entropy_of(trainer) == 1.75
+
+
+def test_losses_that_depend_on_their_batch_are_compared_in_rows():
+    """So are more rows than are quick at once: rows that fill a batch up would change what is trained."""
+    found = StepRollouts.of([group()], vocab_size=10)
+    chosen = [Setting(kind="stock", size=2), Setting(kind="tree", size=128, rows=2)]
+    labels = [setting.label for setting in settings_compared(chosen, found, 64)]
+    assert labels == ["stock 1", "packed 64", "tree 64"]
+    labels = [setting.label for setting in settings_compared(chosen, found, 64, in_rows=True)]
+    assert labels == ["stock 1", "packed 64/1", "tree 64/1"]
 
 
 def test_labels_of_collapsed_trajectories_are_counted_once():

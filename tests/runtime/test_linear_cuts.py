@@ -13,7 +13,7 @@ from support.schedules import cut_schedule, passing
 
 from harts_hf.batch import build_batches
 from harts_hf.modeling.handoff import Handoff
-from harts_hf.modeling.mixers import _rule_on
+from harts_hf.modeling.mixers import rule_on
 from harts_hf.planner.chunks import build_chunk_tree
 from harts_hf.runtime.lives import count_readers
 from harts_hf.tree import RolloutTree
@@ -57,7 +57,7 @@ class CutLayer:
         for batch, microbatch in zip(self.batches, self.schedule.microbatches, strict=True):
             rows = torch.from_numpy(microbatch.rows.copy())
             q, k, v, g, beta = (leaf[rows][None] for leaf in self.leaves)
-            run = _rule_on(passing(batch, self.handoff), 0, RULES[rule])
+            run = rule_on(passing(batch, self.handoff), 0, RULES[rule])
             self.outputs.append(run(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0][0])
 
     @property
