@@ -83,14 +83,19 @@ def run(options: argparse.Namespace) -> None:
     until, dry = time.monotonic() + options.seconds, options.dry_run
     shape = DRY if dry else WHOLE
     budget, device = options.budget or shape.budget, torch.device("cpu" if dry else "cuda")
+    about = about_machine(device)
+    result = record.read(options.out) if options.out.exists() else {}
+    if result.get("commit", about["commit"]) != about["commit"]:
+        raise SystemExit(f"expected --out to be of commit {about['commit']}, got {options.out} of {result['commit']}")
+    record.write(options.out, result)  # whether it can be written is seen before a model is built
     model = build(options.model, dry=dry, layers=None if dry else options.layers)
     vocab, layers = vocab_size_of(model), int(model.config.num_hidden_layers)
     print(f"built {options.model}, {layers} layers", flush=True)
     setting = {"model": options.model, "layers": layers, "execution": options.execution, "budget": budget}
-    result = record.read(options.out) if options.out.exists() else {}
-    about = about_machine(device)
-    if any(result.get(key) != value for key, value in {"commit": about["commit"], "setting": setting}.items()):
+    if not result:
         result = {**about, "setting": setting, "parity": None, "failures": {}, "rows": []}
+    if result["setting"] != setting:
+        raise SystemExit(f"expected --out to be of {setting}, got {options.out} of {result['setting']}")
     args = common_arguments(
         bf16=not dry, use_cpu=dry, optim="sgd", dataloader_pin_memory=False, activation_checkpointing=True,
         activation_checkpointing_kwargs={"use_reentrant": False}, router_aux_loss_coef=0.0, tree_sharing="always",

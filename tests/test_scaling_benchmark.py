@@ -60,6 +60,13 @@ def test_runs_go_on_and_refuse(tmp_path, monkeypatch, capsys):
     assert begun == [1536, 2048, 4096, 8192] and [row["tokens"] for row in result["rows"]] == begun
     assert result["fit"]["seconds"]["per_token"] == pytest.approx(1 / 200) and out.with_suffix(".png").exists()
     passed[0] = False
+    with pytest.raises(SystemExit, match=r"of {'model'.*'nested', 'budget': 1024}"):
+        scaling.main([*call, "60", "--execution", "replay"])
+    monkeypatch.setenv("HARTS_COMMIT", "another")
+    with pytest.raises(SystemExit, match=r"expected --out to be of commit another, got .*s.json of "):
+        scaling.main([*call, "60"])
+    assert json.loads(out.read_text()) == result
+    call[2] = str(tmp_path / "t.json")
     with pytest.raises(SystemExit, match="refused: gradients differ"):
         scaling.main([*call, "60", "--execution", "replay"])
     assert len(begun) == 4

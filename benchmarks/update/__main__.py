@@ -6,7 +6,8 @@
     python -m benchmarks.update record update.json more.json    # into benchmarks/results/update_h200.json and a plot
 
 A task is a workload, which of its steps, and a variant; what the result file has already is not run again, and nothing
-is begun after ``--seconds``. So a call takes what it can, and the next one goes on. Sides that take long run on some
+is begun after ``--seconds``. So a call takes what it can, and the next one goes on; a step of another commit stays in
+the file and is run again. Sides that take long run on some
 steps of a workload only (`workloads.py`) and are scaled by tokens in its total, which says so. Sizes of baselines are
 those that were fastest on the first step of this file or of ``--known``; the tree's microbatch is the smallest of the
 budgets that holds the step, or the largest. Before the first step all sides make one on a few trajectories, which
@@ -65,18 +66,18 @@ def run(options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore", FutureWarning)  # of TRL, for every side
     dry, until = options.dry_run, time.monotonic() + options.seconds
     device = torch.device("cpu" if dry else "cuda")
+    # All that may be wrong with the call, before a model is built.
+    tasks = tasks_of(options.tasks, options.shapes, dry=dry)
+    known = [row for row in rows_in(options.known)["rows"] if "step" in row] if options.known else []
+    about = about_machine(device)
+    result = going_on(options.out, about)
+    record.write(options.out, result)
     model = build(options.model, dry=dry)
     print(f"built {options.model}, {options.seconds - (until - time.monotonic()):.0f} s", flush=True)
-    about = about_machine(device)
-    result = record.read(options.out) if options.out.exists() else {}
-    if result.get("commit") != about["commit"]:
-        result = {**about, "failures": {}, "rows": [], "planted": {}}
-    known = record.read(options.known)["rows"] if options.known else []
     is_warm, last = False, "plain"
-    tasks = tasks_of(options.tasks, options.shapes, dry=dry)
     for task in tasks:
         key = {"model": options.model, "workload": task.workload, "step": task.step, "variant": task.variant}
-        if any(key.items() <= row.items() for row in result["rows"]):
+        if any(key.items() <= row.items() and row["commit"] == about["commit"] for row in result["rows"]):
             continue
         if time.monotonic() > until:
             print(f"no time left for {task}", flush=True)
@@ -115,8 +116,9 @@ def run(options: argparse.Namespace) -> None:
                 warm_up(replace(step, rollouts=rollouts.part(WARM_TOKENS)), every, min(options.budgets))
                 is_warm = True
             measured = measure_step(step, bench, progress=said_since(begun))
-            row = row_of(measured, **key)
+            row = row_of(measured, **key, commit=about["commit"])
             result["rows"].append(row)
+            result["failures"].pop(" ".join(map(str, key.values())), None)
             print(table_of(row), flush=True)
             for name in options.plant if len(result["rows"]) == 1 else ():
                 with planted_bug(name):
@@ -131,6 +133,30 @@ def run(options: argparse.Namespace) -> None:
         gc.collect()
         if not dry:
             torch.cuda.empty_cache()
+
+
+def rows_in(path: Path) -> dict[str, Any]:
+    """A result file of this benchmark.
+
+    Raises:
+        SystemExit: there is none, or it is something else.
+    """
+    try:
+        found = record.read(path)
+        if all(isinstance(row["sides"], dict) and row["model"] for row in found["rows"] if "steps" not in row):
+            return found
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"expected a result file of `benchmarks.update run`, got {path}: {error!r}") from error
+    raise SystemExit(f"expected a result file of `benchmarks.update run`, got {path}: rows without sides")
+
+
+def going_on(path: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """What a file holds already; steps of other commits stay in it, each with its commit, and are run again."""
+    if not path.exists():
+        return {**about, "failures": {}, "rows": [], "planted": {}}
+    old = rows_in(path)
+    rows = [{**row, "commit": row.get("commit", old["commit"])} for row in old["rows"]]
+    return {**about, "failures": old.get("failures", {}), "rows": rows, "planted": old.get("planted", {})}
 
 
 def changed(model: Any, variant: dict[str, Any]) -> nn.Module:
@@ -178,6 +204,14 @@ def known_of(rows: Sequence[dict[str, Any]], unique_tokens: int, budgets: Sequen
     return {"fixed": sizes, "microbatch_seconds": constants}
 
 
+def written(merged: dict[str, Any]) -> tuple[str, ...]:
+    """The tables of docs/performance.md."""
+    return (
+        *tables.TOTALS, *tables.totals(merged), "", *tables.OTHERS, *tables.others(merged), "",
+        *tables.STEPS, *tables.steps(merged, STEPS_SHOWN),
+    )  # fmt: skip
+
+
 def said_since(begun: float) -> Callable[[str], None]:
     """Says what is done, and since when."""
     return lambda text: print(f"{time.monotonic() - begun:.0f} s: {text}", flush=True)
@@ -208,18 +242,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs.add_argument("--max-seconds", type=float, default=60.0, help="of a side's timed steps")
     runs.add_argument("--dry-run", action="store_true")
     records = commands.add_parser("record", help="merges result files into the record and draws it")
-    records.add_argument("parts", type=Path, nargs="+")
+    records.add_argument("parts", type=Path, nargs="*", help="(default: the record is judged and added up anew)")
     records.add_argument("--record", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     if options.command == "run":
         run(options)
         return
-    old = record.read(options.record) if options.record.exists() else {}
-    merged = merge([record.read(part) for part in options.parts], old)
+    old = rows_in(options.record) if options.parts == [] or options.record.exists() else {}
+    merged = merge([rows_in(part) for part in options.parts], old)
     record.write(options.record, merged)
-    steps = [row for row in merged["rows"] if "step" in row]
+    drawn = ("plain", *tables.SEVERAL)
+    steps = [row for row in merged["rows"] if "step" in row and row["model"] == tables.MODEL]
+    steps = [row for row in steps if row["variant"] in drawn]
     steps.sort(key=lambda row: (len(row["sides"]), row["tokens"]))  # the last is drawn by phase
-    print("\n".join((*tables.TOTALS, *tables.totals(merged), "", *tables.STEPS, *tables.steps(merged, STEPS_SHOWN))))
+    print("\n".join(written(merged)))
     plot_rows(steps, options.record.with_suffix(".png"), merged["device"])
 
 

@@ -19,11 +19,12 @@ from harts_hf.bench.parity import (
     differences_of,
     judge,
     relative_difference,
+    scale_off,
     sketch_gradients,
 )
 from harts_hf.bench.rollouts import StepRollouts
 from harts_hf.bench.same_routes import ReplayInStock, RoundedAgain, record_routes
-from harts_hf.bench.sides import PACKED, TREE, BenchStep, Setting, Side, build_side, rows_at_once
+from harts_hf.bench.sides import COLLAPSED, PACKED, TREE, BenchStep, Setting, Side, build_side, rows_at_once
 from harts_hf.modeling import find_routers
 from harts_hf.trainers.slicing import depends_on_slices
 from harts_hf.trainers.weighing import trained
@@ -65,7 +66,8 @@ class Comparison:
         if find_routers(self.step.model):
             tree = next(setting for setting in settings if setting.kind == TREE)
             if self.own_routes:
-                once = list({setting.kind: setting for setting in reversed(settings)}.values())[::-1]
+                kinds = {one.kind: one for one in reversed(settings) if one.kind in (PACKED, TREE)}
+                once = list(dict.fromkeys([settings[0], *reversed(kinds.values())]))
                 free = {setting.label: self._step(setting, known)[0] for setting in once}
                 own = differences_of(free, once[0].label)
             self.progress("noting routes")
@@ -75,21 +77,23 @@ class Comparison:
         for setting in settings:
             results[setting.label], part = self._step(setting, known)
             flips |= {} if part is None else {setting.label: part}
-            if setting.kind in sides.STOCK_KINDS:
+            if setting is settings[0] and setting.kind in sides.STOCK_KINDS:
                 results[setting.label + ROUNDED], _ = self._step(setting, known, rounded=True)
         packed = results[next(setting.label for setting in settings if setting.kind == PACKED)]
         from_packed = {
             name: relative_difference(result.sketch, packed.sketch)
             for name, result in results.items()
-            if name.startswith((PACKED, TREE)) and result is not packed
+            if name.startswith((PACKED, COLLAPSED, TREE)) and result is not packed
         }
+        scales = {name: scale_off(results[name].sketch, packed.sketch) for name in from_packed}
         reference = settings[0].label
         differences = differences_of(results, reference)
-        limits, failures = judge(differences, from_packed, flips, dtype, reference=reference)
+        limits, failures = judge(differences, from_packed, flips, dtype, reference=reference, scales=scales)
         return Parity(
             reference=reference, differences=differences, from_packed=from_packed, limits=limits, failures=failures,
             tokens=known.num_tokens, trajectories=len(known.token_ids),
             routes="own" if known.routes is None else "same", flips=flips, own_routes=own,
+            scales_from_packed=scales,
         )  # fmt: skip
 
     def _step(
@@ -121,10 +125,11 @@ def kinds_compared(kinds: Sequence[str], *, routed: bool, own_routes: bool = Tru
         routed: whether the model is a mixture of experts.
         own_routes: as for :class:`Comparison`.
     """
-    stock = [kind for kind in sides.STOCK_KINDS if kind in kinds][:1]
-    found = [*stock, *stock, PACKED, PACKED, TREE, TREE]  # stock TRL is also rounded again, the others cut in half
+    stock = [kind for kind in sides.STOCK_KINDS if kind in kinds]
+    # Stock TRL is also rounded again, without sharing and the tree are cut in half.
+    found = [*stock, *stock[:1], PACKED, PACKED, TREE, TREE, *(kind for kind in kinds if kind == COLLAPSED)]
     if routed:
-        found += [*([*stock, PACKED, TREE] if own_routes else []), TREE]  # the last notes the routes
+        found += [*([*stock[:1], PACKED, TREE] if own_routes else []), TREE]  # the last notes the routes
     return found
 
 
@@ -142,7 +147,11 @@ def compared_step(side: Side) -> StepResult:
         log = side.step()
     finally:
         side.clock.on_gradients = None
-    return StepResult(sketch=sketches[0], grad_norm=log.get("grad_norm"), loss=log["loss"], entropy=entropies[0])
+    norm, most = log.get("grad_norm"), side.trainer.args.max_grad_norm
+    # Clipped to one norm, gradients of different scales would be equal; undone here, clipping is compared, too.
+    clipped_by = max(1.0, norm / most) if norm is not None and most else 1.0
+    sketch = {name: values * clipped_by for name, values in sketches[0].items()}
+    return StepResult(sketch=sketch, grad_norm=norm, loss=log["loss"], entropy=entropies[0])
 
 
 def entropy_of(trainer: Any) -> float:
@@ -155,7 +164,7 @@ def entropy_of(trainer: Any) -> float:
 def settings_compared(
     chosen: Sequence[Setting], rollouts: StepRollouts, budget: int, *, in_rows: bool = False
 ) -> list[Setting]:
-    """Stock TRL if it was chosen; without padding, and the tree, in one microbatch or few and in half as large ones.
+    """Every side that was chosen; without padding, and the tree, in one microbatch or few and in half as large ones.
 
     Rows that fill a batch up change the advantages' scale, so stock trainers are compared in batches of one row, the
     others in one batch.
@@ -167,10 +176,12 @@ def settings_compared(
         in_rows: whether all are compared in batches of one row, since the loss depends on which rows are in one.
     """
     size_of = {setting.kind: setting.size for setting in chosen}
-    stock = [Setting(kind=kind, size=1) for kind in sides.STOCK_KINDS if kind in size_of][:1]
+    stock = [Setting(kind=kind, size=1) for kind in sides.STOCK_KINDS if kind in size_of]
     found = []
     batch = 1 if in_rows or rows_at_once(rollouts) < len(rollouts.token_ids) else None
     for kind, tokens in ((PACKED, rollouts.num_tokens), (TREE, rollouts.tree.num_tokens)):
         size = max(SMALLEST, min(size_of.get(kind, budget), tokens))
         found += [Setting(kind=kind, size=one, rows=batch) for one in (size, max(SMALLEST, size // 2))]
+    if COLLAPSED in size_of:
+        found.append(replace(found[0], kind=COLLAPSED))
     return [*stock, *dict.fromkeys(found)]

@@ -11,7 +11,7 @@ from harts_hf.bench.clipping import Clipping, measure_clipping
 from harts_hf.bench.collapsing import collapse
 from harts_hf.bench.comparing import Comparison
 from harts_hf.bench.ideal import Ideal, Work, ideal_step, microbatch_constant
-from harts_hf.bench.parity import Parity
+from harts_hf.bench.parity import Parity, judge_whole
 from harts_hf.bench.results import BASELINES, BenchOptions, StepMeasured, Timed
 from harts_hf.bench.sides import COLLAPSED, PACKED, TREE, BenchStep, Setting, Side, build_side
 from harts_hf.bench.stages import StageClock
@@ -37,7 +37,9 @@ def measure_step(
 class _Bench:
     def __init__(self, step: BenchStep, options: BenchOptions, progress: Callable[[str], None]) -> None:
         self.step, self.options, self.progress = step, options, progress
-        self.device = next(step.model.parameters()).device
+        parameter = next(step.model.parameters())
+        self.device = parameter.device
+        self._dtype = torch.bfloat16 if step.args.bf16 else parameter.dtype
         self.chosen: dict[str, Side] = {}
         self.timed: dict[str, Timed] = {}
         self.failures: dict[str, str] = {}
@@ -45,6 +47,8 @@ class _Bench:
         self.decision = ""
 
     def run(self) -> StepMeasured:
+        # What the tree refuses, before stock trainers have run for minutes; the smallest size, since that is refused.
+        build_side(self.options.settings(TREE, self.step.rollouts)[0], self.step)
         for kind in (kind for kind in sides.KINDS if kind in self.options.kinds):
             self._choose(kind)
         needed = [[TREE]]
@@ -63,6 +67,11 @@ class _Bench:
                     if not done or (len(done) < wanted and sum(done) < self.options.seconds_per_side):
                         self.progress(f"step {number + 1} of {self.options.steps}: {side.setting.label}")
                         self._time(side, self.timed[kind])
+            parity = replace(parity, failures=[*parity.failures, *self._whole_steps()])
+            goes_on = parity.passed or self.options.times_anyway
+            if not goes_on:
+                for timed in self.timed.values():
+                    timed.seconds, timed.phases_of_steps = [], []
         clippings = self._clippings()
         ideals = self._ideals() if goes_on and self.options.stages else {}
         return StepMeasured(
@@ -71,10 +80,17 @@ class _Bench:
         )  # fmt: skip
 
     def _parity(self) -> Parity:
-        dtype = torch.bfloat16 if self.step.args.bf16 else next(self.step.model.parameters()).dtype
         part = replace(self.step, rollouts=self.step.rollouts.part(self.options.parity_tokens))
         comparison = Comparison(part, own_routes=self.options.own_routes, progress=self.progress)
-        return comparison.verdict([side.setting for side in self.chosen.values()], max(self.options.budgets), dtype)
+        chosen = [side.setting for side in self.chosen.values()]
+        return comparison.verdict(chosen, max(self.options.budgets), self._dtype)
+
+    def _whole_steps(self) -> list[str]:
+        """What timed steps say of one another: the comparison before them may be of a part of the trajectories."""
+        rows = self.timed[TREE].rows_per_batch  # means of other batches are others
+        alike = [timed for kind, timed in self.timed.items() if kind not in sides.STOCK_KINDS]
+        logs = {timed.setting.label: timed.log for timed in alike if timed.rows_per_batch == rows}
+        return judge_whole(logs, self._dtype)
 
     def _choose(self, kind: str) -> None:
         """The fastest setting of a kind, by one step after a first that compiles."""
@@ -129,6 +145,7 @@ class _Bench:
         if clock.clocks:
             timed.clocks.append(clock.clocks)
         clock.report = None
+        timed.log = {name: side.log[name] for name in ("loss", "grad_norm", "entropy") if name in side.log}
         timed.clip_fraction = side.log.get("clip_ratio/region_mean")
 
     def _ideals(self) -> dict[str, Ideal]:

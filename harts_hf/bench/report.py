@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from harts_hf.bench.ideal import all_divided
 from harts_hf.bench.results import StepMeasured, Timed, fastest
 from harts_hf.bench.sides import COLLAPSED, PACKED, STOCK_KINDS, TREE
 from harts_hf.planner.text import counted
@@ -20,7 +21,8 @@ def row_of(measured: StepMeasured, **about: Any) -> dict[str, Any]:
     ``speedup`` is over the best setting without padding and without sharing, ``speedup_collapsed`` over the best that
     collapses nested prefixes besides, ``speedup_stock`` over the best stock trainer; each only if that was
     measured, and none where the parity check failed. ``ideal`` is the speed-up that sharing could reach,
-    ``efficiency`` the part of it that was reached. Memory is of the GPU, in bytes.
+    ``efficiency`` the part of it that was reached; ``ideal_at_most`` and ``efficiency_at_least`` are these if no
+    microbatch had a constant. Memory is of the GPU, in bytes.
 
     Args:
         measured: the step.
@@ -74,7 +76,23 @@ def row_of(measured: StepMeasured, **about: Any) -> dict[str, Any]:
             f"ideal_seconds{suffix}": ideal.seconds,
             f"work_ratios{suffix}": ideal.ratios,
         }
+        row |= bounds_of(row, kind, suffix)
     return row
+
+
+def bounds_of(row: Mapping[str, Any], kind: str, suffix: str) -> dict[str, float]:
+    """``ideal_at_most`` and ``efficiency_at_least``: if no microbatch had a constant.
+
+    Args:
+        row: with an ideal.
+        kind: the ideal's baseline.
+        suffix: of its entries.
+    """
+    own, tree = (row["sides"][one]["microbatches"][row["sides"][one]["setting"]] for one in (kind, TREE))
+    seconds, ratio = row[f"ideal_seconds{suffix}"], row[f"work_ratios{suffix}"]["rows"]
+    least = all_divided(seconds, ratio, own, tree)
+    baseline = row["baseline_seconds" if kind == PACKED else f"{kind}_seconds"]
+    return {f"ideal_at_most{suffix}": baseline / least, f"efficiency_at_least{suffix}": least / row["seconds"]}
 
 
 def _side(timed: Timed) -> dict[str, Any]:
@@ -89,6 +107,7 @@ def _side(timed: Timed) -> dict[str, Any]:
         "peak_memory": timed.peak_memory,
         "clocks": timed.clocks,
         "clip_fraction": timed.clip_fraction,
+        "log": timed.log,
     }
 
 
@@ -141,6 +160,11 @@ def total_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "ideal": sum(row["baseline_seconds"] for row in timed) / ideal,
             "efficiency": ideal / sum(row["seconds"] for row in timed),
         }
+        least = sum(row["baseline_seconds"] / row["ideal_at_most"] for row in timed)
+        total |= {
+            "ideal_at_most": total["ideal"] * ideal / least,
+            "efficiency_at_least": total["efficiency"] * least / ideal,
+        }
     return total
 
 
@@ -150,8 +174,9 @@ def _largest(values: Any) -> int | None:
 
 def table_of(row: Mapping[str, Any]) -> str:
     """A row as text: each side with its fastest setting, then phases, stages and clipping."""
+    groups = "group" if len(row["groups"]) == 1 else "groups"
     head = (
-        f"{'group' if len(row['groups']) == 1 else 'groups'} {', '.join(row['groups'][:4])}{' ...' if len(row['groups']) > 4 else ''}: "
+        f"{groups} {', '.join(row['groups'][:4])}{' ...' if len(row['groups']) > 4 else ''}: "
         f"{row['trajectories']:,} trajectories, {row['tokens']:,} tokens, {row['unique_tokens']:,} unique "
         f"(ratio {row['sharing_ratio']:.2f})"
     )
@@ -165,8 +190,8 @@ def table_of(row: Mapping[str, Any]) -> str:
         seconds = sorted(side["seconds_of_steps"])
         lines.append(
             [
-                kind, _setting(kind, side["setting"].rsplit(" ", 1)[1]), _seconds(_median(seconds)), _seconds(seconds[0]),
-                _seconds(seconds[-1]), f"{row['tokens'] / _median(seconds):,.0f}",
+                kind, _setting(kind, side["setting"].rsplit(" ", 1)[1]), _seconds(_median(seconds)),
+                _seconds(seconds[0]), _seconds(seconds[-1]), f"{row['tokens'] / _median(seconds):,.0f}",
                 "" if kind == TREE else f"{_median(seconds) / row['seconds']:.2f}x",
                 "" if side["peak_memory"] is None else f"{side['peak_memory'] / 1e9:.1f} GB",
             ]
@@ -181,7 +206,7 @@ def table_of(row: Mapping[str, Any]) -> str:
         text.append(
             f"sharing could make the {PACKED} step {row['ideal']:.2f}x as fast ({ratios}); reached "
             f"{row['speedup']:.2f}x: "
-            f"efficiency {row['efficiency']:.2f}"
+            f"efficiency {row['efficiency']:.2f}{_without_constants(row)}"
         )
     decision = f"; the plan {row['decision']}" if row["decision"] else ""
     text.append(f"planning: {row['planner_share']:.2%} of the tree's step{decision}")
@@ -192,6 +217,15 @@ def table_of(row: Mapping[str, Any]) -> str:
             f"weight moves (RMS {one['rms']:.2e} nats); {one['cause']}"
         )
     return "\n".join(text)
+
+
+def _without_constants(row: Mapping[str, Any]) -> str:
+    if not row["ideal_seconds"]["microbatches"]:
+        return ""
+    return (
+        f" (if no microbatch had a constant, which is a rough one: {row['ideal_at_most']:.2f}x, "
+        f"{row['efficiency_at_least']:.2f})"
+    )
 
 
 def _parity(parity: Mapping[str, Any]) -> str:

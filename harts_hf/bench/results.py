@@ -117,6 +117,7 @@ class Timed:
         work: of one pass; None of stock trainers.
         clip_fraction: part of trained tokens whose ratio TRL clipped, as logged; the weights have not moved, so only
             roundings clip. None where nothing is compared.
+        log: ``loss``, ``grad_norm`` and ``entropy`` of the latest timed step, as the trainer logged them.
     """
 
     setting: Setting
@@ -130,6 +131,7 @@ class Timed:
     stages: dict[str, float] = field(default_factory=dict)
     work: Work | None = None
     clip_fraction: float | None = None
+    log: dict[str, float] = field(default_factory=dict)
 
     @property
     def median(self) -> float:

@@ -51,8 +51,8 @@ class StepRollouts:
                 every token but the first.
 
         Raises:
-            ValueError: another choice of labels; fewer than two trajectories that predict a token; no token that is
-                trained; token ids outside the vocabulary.
+            ValueError: another choice of labels; fewer than two trajectories that predict a token, or all equal; no
+                token that is trained; token ids outside the vocabulary.
         """
         if labels not in LABELS:
             raise ValueError(f"expected labels to be one of {', '.join(LABELS)}, got {labels!r}")
@@ -61,6 +61,11 @@ class StepRollouts:
         pairs = [(tokens, rollout) for tokens, rollout in pairs if len(tokens) > 1]
         if len(pairs) < 2:
             raise ValueError(f"expected at least two trajectories that predict a token in a step, got {len(pairs)}")
+        if len({tokens.tobytes() for tokens, _ in pairs}) < 2:
+            raise ValueError(
+                f"expected at least two different trajectories in a step, got {len(pairs)} equal ones: their "
+                "advantages add up to nothing, so nothing is trained"
+            )
         largest = max(int(tokens.max()) for tokens, _ in pairs)
         if largest >= vocab_size:
             raise ValueError(f"expected token ids below the vocabulary size {vocab_size}, got {largest}")
@@ -109,7 +114,7 @@ class StepRollouts:
     def part(self, tokens: int) -> "StepRollouts":
         """At most so many tokens: of the trajectories that stand side by side in the tree, as many as fit.
 
-        All of them if they fit; two if no two do. Rewards stay those of the trajectories.
+        All of them if they fit; two different ones if no such two do. Rewards stay those of the trajectories.
         """
         lengths = np.array([len(ids) for ids in self.token_ids])
         if lengths.sum() <= tokens:
@@ -117,10 +122,13 @@ class StepRollouts:
         order = np.argsort(self.tree.end_rows, kind="stable")
         ends = np.concatenate([[0], np.cumsum(lengths[order])])
         last = np.searchsorted(ends, ends[:-1] + tokens, side="right") - 1
-        first = int((last - np.arange(len(order))).argmax())
-        count = max(2, int(last[first]) - first)
-        first = min(first, len(order) - count)
-        return self._of(sorted(order[first : first + count].tolist()))
+        # Equal trajectories train nothing: each run of neighbours goes on to the first that is another.
+        leaves = self.tree.end_rows[order]
+        other = np.searchsorted(leaves, leaves, side="right")
+        last = np.maximum(last, other + 1)[: int(other[other < len(order)].size)]
+        fits = ends[last] - ends[: len(last)] <= tokens
+        first = int(np.where(fits, last - np.arange(len(last)), -(ends[last] - ends[: len(last)])).argmax())
+        return self._of(sorted(order[first : last[first]].tolist()))
 
     def _of(self, numbers: Sequence[int]) -> "StepRollouts":
         """Some of the trajectories."""

@@ -7,8 +7,10 @@ from support import planted
 from support.chat import byte_tokenizer
 from support.models import tiny_model
 
+from harts_hf.bench.comparing import Comparison
 from harts_hf.cli.main import main
 from harts_hf.modeling import forwards
+from harts_hf.runtime import job
 
 SHAPE = {"parent": [-1, 0, 0, 1], "length": [40, 20, 30, 15], "sample_node": [3, 2, 1, 3]}
 
@@ -107,8 +109,25 @@ def test_every_side_trains_the_same_and_is_timed(model, shapes, tmp_path, capsys
     assert plot.stat().st_size > 10_000
 
 
+def lost_in_whole_steps(monkeypatch):
+    """Gradients of half their size on the tree, but not on the trajectories that are compared before."""
+    verdict, collect, is_timed = Comparison.verdict, job.collect, []
+
+    def compared(*args):
+        found = verdict(*args)
+        is_timed.append(True)
+        return found
+
+    def lost(gradients, indices, num_rows):
+        found = collect(gradients, indices, num_rows)
+        return 0.5 * found if is_timed and num_rows == 105 else found
+
+    monkeypatch.setattr(Comparison, "verdict", compared)
+    monkeypatch.setattr(job, "collect", lost)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("plant", [planted.conv_over_branches, planted.one_label_per_row])
+@pytest.mark.parametrize("plant", [planted.conv_over_branches, planted.one_label_per_row, lost_in_whole_steps])
 def test_no_speed_of_a_tree_that_trains_something_else(plant, model, shapes, tmp_path, monkeypatch, capsys):
     """Exit status 1, the reason, and no speed-up anywhere."""
     plant(monkeypatch)
@@ -185,6 +204,9 @@ def test_arguments_that_cannot_be_used(model, shapes, monkeypatch, capsys):
     assert status == 2 and "expected another file for --plot than for --json, got 'same.png'" in output.err
     status, output = run(capsys, "--model", model, shapes, "--sides", "tree")
     assert status == 2 and "at least one of stock, stock sorted, packed" in output.err
+    # What the tree refuses, before stock trainers have run.
+    status, output = run(capsys, "--model", model, shapes, "--budgets", 1)
+    assert status == 2 and "at least 64" in output.err and "trying" not in output.err
     with pytest.raises(SystemExit) as stop:
         run(capsys, "--model", model, shapes, "--learning_rate", "1")
     assert stop.value.code == 2 and "unrecognized arguments: --learning_rate 1" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import torch
 from support import planted
 from support.models import VOCAB, tiny_model
 
-from harts_hf.bench import comparing
+from harts_hf.bench import comparing, variants
 from harts_hf.bench.progress import read_said
 from harts_hf.bench.rollouts import StepRollouts
 from harts_hf.bench.sides import BenchStep, Setting, common_arguments
@@ -20,17 +20,19 @@ from harts_hf.rollouts.shapes import shape_group
 SHAPE = {"parent": [-1, 0, 0, 1, 1], "length": [70, 40, 30, 35, 50], "sample_node": [3, 2, 1, 3, 4]}
 
 
-def verdict(family, dtype, *, checkpointing=False, said=None):
-    """Of all sides on a tiny model; ``said`` gets what is done."""
+def verdict(family, dtype, *, checkpointing=False, kinds=("stock",), said=None, **more):
+    """Of sides on a tiny model: those of some kinds, without sharing, the tree; ``said`` gets what is done."""
     is_low = dtype == torch.bfloat16
     args = common_arguments(
         bf16=is_low, use_cpu=True, optim="sgd", dataloader_pin_memory=False, router_aux_loss_coef=0.0,
         activation_checkpointing=checkpointing, activation_checkpointing_kwargs={"use_reentrant": False},
+        **more,
     )  # fmt: skip
     rollouts = StepRollouts.of([shape_group(SHAPE, "a")], vocab_size=VOCAB)
     step = BenchStep(model=tiny_model(family, dtype=dtype), rollouts=rollouts, args=args, tokenizer=word_tokenizer())
+    chosen = [Setting(kind=kind, size=1) for kind in kinds]
     said = [] if said is None else said
-    return comparing.Comparison(step, progress=said.append).verdict([Setting(kind="stock", size=1)], 512, dtype)
+    return comparing.Comparison(step, progress=said.append).verdict(chosen, 512, dtype)
 
 
 @pytest.mark.slow
@@ -71,6 +73,40 @@ def halved_logprobs(monkeypatch):
         return found._replace(log_prob=0.5 * (found.log_prob + found.log_prob.detach()))
 
     monkeypatch.setattr(forwards, "token_logprobs", halved)
+
+
+def advantages_of_other_rows(monkeypatch):
+    """Sorted batches of stock TRL whose advantages are those of the next."""
+    function = variants.sorted_batches
+
+    def moved(batches):
+        found = function(batches)
+        advantages = [batch["advantages"] for batch in found]
+        return [
+            {**batch, "advantages": own} for batch, own in zip(found, [*advantages[1:], advantages[0]], strict=True)
+        ]
+
+    monkeypatch.setattr(variants, "sorted_batches", moved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (None, None),
+        (advantages_of_other_rows, "gradients of stock sorted 1 differ from stock 1's by"),
+        (halved_logprobs, "scale of packed 512 differ from stock 1's by 5.00e-01, at most 1.00e-03"),
+    ],
+)
+def test_baselines_and_gradients_that_are_clipped(plant, message, monkeypatch):
+    """All sides are compared, and their gradients as they are before they are clipped to one norm."""
+    if plant is not None:
+        plant(monkeypatch)
+    kinds = ("stock", "stock sorted", "collapsed")
+    found = verdict("qwen3_5_text", torch.float32, kinds=kinds, max_grad_norm=1e-3)
+    assert found.passed is (plant is None)
+    assert {"stock sorted 1", "collapsed 512", "tree 225"} < set(found.differences)
+    assert plant is None or any(message in failure for failure in found.failures), found.failures
 
 
 @pytest.mark.slow
