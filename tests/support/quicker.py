@@ -1,4 +1,4 @@
-"""What trainings of tiny models spend half of their time on, which no test is about."""
+"""What trainings of tiny models spend a third of their time on, which no test is about."""
 
 import functools
 import gc
