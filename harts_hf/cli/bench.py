@@ -22,6 +22,7 @@ from harts_hf.cli.checks import (
     refuse_to_overwrite,
 )
 from harts_hf.cli.loading import (
+    check_token_ids,
     is_random,
     load_model,
     load_tokenizer,
@@ -31,6 +32,7 @@ from harts_hf.cli.loading import (
     tokenizer_name,
     tokenizer_on_demand,
 )
+from harts_hf.cli.names import check_model_name
 from harts_hf.cli.output import printable, printable_lines, replacing, write_json
 from harts_hf.planner.text import counted
 
@@ -106,8 +108,10 @@ def _subject(options: argparse.Namespace, device: Any) -> "Subject":
     from harts_hf.bench.subject import Subject, add_lora, word_tokenizer
     from harts_hf.cli.checks import picked
 
+    check_model_name("--model", options.model)
     name = tokenizer_name(options)
     file = read_rollouts(options, tokenizer_on_demand(name))
+    check_token_ids(file, options.model)
     needs_texts = options.tokenizer is not None or file.num_conversations
     tokenizer = load_tokenizer(name) if name is not None and needs_texts else None
     if tokenizer is not None and tokenizer.pad_token is None and tokenizer.eos_token is None:

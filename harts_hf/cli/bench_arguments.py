@@ -4,6 +4,7 @@ import argparse
 
 from harts_hf.cli.checks import seed
 from harts_hf.cli.loading import add_rollouts
+from harts_hf.cli.parsing import CommandParser
 
 # As harts_hf.bench.sides and harts_hf.bench.rollouts have them, which take seconds to import; a test compares them.
 SIDES = ("stock", "stock sorted", "packed", "collapsed", "tree")
@@ -14,7 +15,7 @@ STEPS_MEASURED = 3
 
 def build_parser(description: str | None) -> argparse.ArgumentParser:
     """The command's parser."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="harts bench", description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from harts_hf.cli.loading import (
     tokenizer_on_demand,
 )
 from harts_hf.cli.output import printable, replacing, write_json
+from harts_hf.cli.parsing import CommandParser
 from harts_hf.cli.plan_report import DEFAULT_ROW_BYTES, plan_report
 from harts_hf.cli.plan_text import format_report
 from harts_hf.planner import CostModel, PlannerConfig
@@ -98,7 +99,7 @@ def _planned_model(options: argparse.Namespace) -> "PlannedModel":
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="harts plan", description=DESCRIPTION)
+    parser = CommandParser(prog="harts plan", description=DESCRIPTION)
     defaults = PlannerConfig()
     add_rollouts(parser, tokenizer="folder or cached name of a tokenizer, for rows with messages")
     parser.add_argument(

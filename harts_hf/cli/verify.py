@@ -12,6 +12,7 @@ import harts_hf
 from harts_hf.cli.checks import check_output_file, find_device, refuse_to_overwrite, seed
 from harts_hf.cli.loading import (
     add_rollouts,
+    check_token_ids,
     is_random,
     load_model,
     parse_all,
@@ -20,7 +21,9 @@ from harts_hf.cli.loading import (
     tokenizer_name,
     tokenizer_on_demand,
 )
+from harts_hf.cli.names import check_model_name
 from harts_hf.cli.output import printable, write_json
+from harts_hf.cli.parsing import CommandParser
 
 if TYPE_CHECKING:
     from harts_hf.planner import PlannerConfig
@@ -44,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="harts verify", description=DESCRIPTION)
+    parser = CommandParser(prog="harts verify", description=DESCRIPTION)
     add_rollouts(parser, tokenizer="folder or cached name, for rows with messages (default: the model's)")
     parser.add_argument(
         "--model",
@@ -81,21 +84,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> bool:
-    import torch
-
-    from harts_hf.planner import PlannerConfig
-    from harts_hf.verify import format_verdict, verify
-    from harts_hf.verify.report import SHARED
-
     if not math.isfinite(options.router_loss):
         raise ValueError(f"expected --router-loss to be a finite number, got {options.router_loss}")
     if options.draws < 1:
         raise ValueError(f"expected at least one draw, got {options.draws}")
     refuse_to_overwrite(options.json, options.rollouts, options.model, options.tokenizer)
     check_output_file("--json", options.json)
+    check_model_name("--model", options.model)
+    import torch
+
+    from harts_hf.planner import PlannerConfig
+    from harts_hf.verify import format_verdict, verify
+    from harts_hf.verify.report import SHARED
+
     device = find_device(options.device)
     planner = PlannerConfig(max_tokens_per_microbatch=options.max_tokens_per_microbatch, sharing="always")
     file = read_rollouts(options, tokenizer_on_demand(tokenizer_name(options)))
+    check_token_ids(file, options.model)
     progress = _Progress(options.draws)
     progress.say(f"loading {printable(options.model)} on {device}")
     with torch.device(device):  # billions of random weights take minutes on a CPU

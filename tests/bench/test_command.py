@@ -180,7 +180,8 @@ def test_a_recipe_with_the_time_of_its_sampling(tmp_path, capsys):
     ("arguments", "message"),
     [
         (("rollouts.jsonl",), "expected --model with a rollout file, or a recipe (.yaml), got 'rollouts.jsonl' alone"),
-        (("--model", "nope", "rollouts.jsonl"), "rollouts.jsonl: no such file"),
+        (("--model", ".", "rollouts.jsonl"), "rollouts.jsonl: no such file"),
+        (("--model", "nope", "rollouts.jsonl"), "expected --model to be a model's folder or name, got 'nope'"),
         (("recipes/tiny_ppo.yaml",), "expected a recipe with trainer: grpo, got 'ppo'"),
         (("recipes/tiny_grpo.yaml", "--lora", "4"), "expected --lora with --model only: a recipe has fields for it"),
         (("recipes/tiny_grpo.yaml", "--max_step", "4"), "unknown key 'max_step'"),

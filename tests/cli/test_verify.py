@@ -129,7 +129,7 @@ def test_unsupported_models_are_named(tmp_path, rollouts, capsys):
     assert "expected dropout 0 everywhere, got config.attention_dropout = 0.1" in output.err
 
 
-def test_input_that_cannot_be_used_is_named(models, rollouts, tmp_path, capsys):
+def test_input_that_cannot_be_used_is_named(models, rollouts, tmp_path, monkeypatch, capsys):
     """A missing file, a bad number of draws, token ids beyond the vocabulary: exit status 2 and what was expected."""
     model = models / "qwen3_5_text"
     assert run("--model", model, tmp_path / "none.jsonl", capsys=capsys)[0] == 2
@@ -138,9 +138,12 @@ def test_input_that_cannot_be_used_is_named(models, rollouts, tmp_path, capsys):
     status, output = run("--model", model, rollouts, "--device", "nowhere", capsys=capsys)
     assert status == 2 and "expected a device such as cpu or cuda, got 'nowhere'" in output.err
     large = tmp_path / "large.jsonl"
-    large.write_text(json.dumps({"group": 0, "token_ids": [1, VOCAB + 5]}))
+    rows = [{"group": 0, "token_ids": [1, token]} for token in (VOCAB - 1, VOCAB)]
+    large.write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr("harts_hf.cli.verify.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
     status, output = run("--model", model, large, capsys=capsys)
-    assert status == 2 and f"below the vocabulary size {VOCAB}, got {VOCAB + 5}" in output.err
+    assert status == 2 and f"below {VOCAB}, the vocabulary of" in output.err
+    assert f"got others in line 2 (token {VOCAB})" in output.err
 
 
 @pytest.mark.exhaustive

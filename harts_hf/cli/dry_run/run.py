@@ -26,6 +26,7 @@ from harts_hf.cli.sources import RolloutSource, find_source, reward_functions
 from harts_hf.cli.train_arguments import PolicyArguments, TrainArguments
 from harts_hf.cli.train_checks import check_folders, check_numbers
 from harts_hf.cli.trainer_kinds import TRAINERS
+from harts_hf.errors import MissingExtraError, missing_extra
 from harts_hf.modeling.checks import check_experts
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.runtime.budgets import MARGIN, Budget, fitting_budget, parse_bytes
@@ -37,8 +38,10 @@ from harts_hf.trainers.zero3 import has_frozen_layers
 
 def _said(error: BaseException) -> str:
     """An error in one line. Of one that is not ours (somebody's module, constructor or data) also what and where."""
+    if isinstance(error, ModuleNotFoundError):
+        error = missing_extra(error) or error
     text = " ".join(str(error).split())
-    if isinstance(error, ValueError | OSError) and text:
+    if isinstance(error, ValueError | OSError | MissingExtraError) and text:
         return text
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {text} ({frame.filename}, line {frame.lineno})"
