@@ -12,7 +12,7 @@ import torch
 from support import recorded
 from support.episode_runs import FAMILY, assert_same_logs, assert_same_parameters, follow
 from support.launching import made_once, run_processes
-from support.models import tiny_model
+from support.models import shallow_model
 
 from harts_hf import TreeGRPOConfig
 
@@ -43,7 +43,7 @@ def left():
     names = [*CASES, ddp, "ddp:clipped", *BROKEN, fsdp2, *SHARDED]
 
     def make(folder):
-        tiny_model(FAMILY, dtype=torch.float64, seed=1).save_pretrained(folder / "start")
+        shallow_model(FAMILY, dtype=torch.float64, seed=1).save_pretrained(folder / "start")
         run_processes(SCRIPT, folder, *names, timeout=900)
 
     folder = made_once("episodes", make)
