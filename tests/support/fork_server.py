@@ -73,6 +73,7 @@ def import_ours() -> None:
         importlib.import_module(name)
     # A third of a second at each checkpoint: tests/trainers/test_expert_load.py looks at it.
     load_picture.plot_expert_load = lambda *_: None
+    importlib.import_module("support.quicker").make_trainings_quicker()
 
 
 def listening(path: Path) -> socket.socket:
