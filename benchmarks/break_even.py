@@ -17,7 +17,7 @@ from harts_hf.bench.plot import plot_rows
 from harts_hf.bench.report import row_of, table_of
 from harts_hf.bench.results import BenchOptions
 from harts_hf.bench.rollouts import StepRollouts
-from harts_hf.bench.sides import PACKED, STOCK, TREE, common_arguments
+from harts_hf.bench.sides import PACKED, STOCK, TREE, BenchStep, common_arguments
 from harts_hf.bench.subject import word_tokenizer
 from harts_hf.rollouts.shapes import shape_group
 
@@ -54,7 +54,9 @@ def main() -> None:
     options = BenchOptions(kinds=(STOCK, PACKED, TREE), budgets=(4096,), batch_sizes=(1, 2, 4, 8), steps=STEPS)
     rows = []
     for shared in SHARED:
-        measured = measure_step(model, rollouts_of(shared), args, word_tokenizer(), options)
+        measured = measure_step(
+            BenchStep(model=model, rollouts=rollouts_of(shared), args=args, tokenizer=word_tokenizer()), options
+        )
         row = row_of(measured, model="qwen3_5_text, hidden size 128", workload="eight branches of one prefix")
         print(table_of(row), flush=True)
         if not row["parity"]["passed"]:

@@ -32,7 +32,7 @@ from harts_hf.bench.about import about_machine
 from harts_hf.bench.measure import measure_step
 from harts_hf.bench.results import BenchOptions
 from harts_hf.bench.rollouts import StepRollouts
-from harts_hf.bench.sides import PACKED, TREE, Setting, Side, build_side, common_arguments
+from harts_hf.bench.sides import PACKED, TREE, BenchStep, Setting, Side, build_side, common_arguments
 from harts_hf.bench.subject import word_tokenizer
 from harts_hf.modeling import vocab_size_of
 from harts_hf.rollouts.recorded import RolloutGroup
@@ -83,14 +83,19 @@ def run(options: argparse.Namespace) -> None:
     until, dry = time.monotonic() + options.seconds, options.dry_run
     shape = DRY if dry else WHOLE
     budget, device = options.budget or shape.budget, torch.device("cpu" if dry else "cuda")
+    about = about_machine(device)
+    result = record.read(options.out) if options.out.exists() else {}
+    if result.get("commit", about["commit"]) != about["commit"]:
+        raise SystemExit(f"expected --out to be of commit {about['commit']}, got {options.out} of {result['commit']}")
+    record.write(options.out, result)  # whether it can be written is seen before a model is built
     model = build(options.model, dry=dry, layers=None if dry else options.layers)
     vocab, layers = vocab_size_of(model), int(model.config.num_hidden_layers)
     print(f"built {options.model}, {layers} layers", flush=True)
     setting = {"model": options.model, "layers": layers, "execution": options.execution, "budget": budget}
-    result = record.read(options.out) if options.out.exists() else {}
-    about = about_machine(device)
-    if any(result.get(key) != value for key, value in {"commit": about["commit"], "setting": setting}.items()):
+    if not result:
         result = {**about, "setting": setting, "parity": None, "failures": {}, "rows": []}
+    if result["setting"] != setting:
+        raise SystemExit(f"expected --out to be of {setting}, got {options.out} of {result['setting']}")
     args = common_arguments(
         bf16=not dry, use_cpu=dry, optim="sgd", dataloader_pin_memory=False, activation_checkpointing=True,
         activation_checkpointing_kwargs={"use_reentrant": False}, router_aux_loss_coef=0.0, tree_sharing="always",
@@ -115,7 +120,10 @@ def run(options: argparse.Namespace) -> None:
         rollouts = StepRollouts.of([shape.group(tokens)], vocab_size=vocab)
         own = replace(args, tree_max_handoff_bytes=limit, generation_batch_size=None)
         try:
-            side = build_side(Setting(kind=TREE, size=budget), model, rollouts, own, word_tokenizer())
+            side = build_side(
+                Setting(kind=TREE, size=budget),
+                BenchStep(model=model, rollouts=rollouts, args=own, tokenizer=word_tokenizer()),
+            )
             row = {"asked": tokens, **timed(side, rollouts, until)}
         except Exception:
             result["failures"][str(tokens)] = record.failure()
@@ -144,7 +152,9 @@ def compared(model: nn.Module, rollouts: StepRollouts, args: TreeGRPOConfig) -> 
     bench = BenchOptions(
         budgets=(max(64, rollouts.tree.num_tokens // 3),), kinds=(PACKED, TREE), steps=1, stages=False
     )
-    measured = measure_step(model, rollouts, args, word_tokenizer(), bench, progress=print)
+    measured = measure_step(
+        BenchStep(model=model, rollouts=rollouts, args=args, tokenizer=word_tokenizer()), bench, progress=print
+    )
     model.zero_grad(set_to_none=True)
     return measured.parity.to_dict()
 

@@ -8,12 +8,17 @@ The agent is any function that takes a task and an endpoint (docs/agents.md): it
 
 import sys
 
-import openai
 import torch
 from datasets import Dataset
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
-from harts_hf.rollouts import AgentRolloutCollector, agent_reward
+
+try:
+    import openai
+
+    from harts_hf.rollouts import AgentRolloutCollector, agent_reward
+except ImportError as error:
+    sys.exit(f'agents by URL need an extra: in the clone, pip install -e ".[agents]" ({error})')
 
 
 def agent(task, *, base_url, api_key):

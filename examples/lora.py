@@ -9,10 +9,14 @@ import sys
 import torch
 from datasets import Dataset
 from digit import Digit
-from peft import LoraConfig
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.rollouts import TreeRolloutCollector, environment_reward
+
+try:
+    from peft import LoraConfig
+except ModuleNotFoundError:
+    sys.exit('adapters need PEFT: in the clone, pip install -e ".[peft]"')
 
 args = TreeGRPOConfig(
     output_dir="outputs/lora",

@@ -4,7 +4,6 @@ import argparse
 import ast
 import copy
 import importlib
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from support.launching import run_processes
 
@@ -147,19 +147,36 @@ def test_speed_needs_its_verdict(gpu: Any, tmp_path: Path) -> None:
         assert bool(found["failures"]) is not reported and found["device"] == "d"
 
 
+# As torchrun, which begins its workers in sessions of their own.
+SLEEPER = """
+import pathlib, subprocess, time
+worker = subprocess.Popen(["sleep", "60"], start_new_session=True)
+pathlib.Path(__file__).with_name(f"{worker.pid}.pid").write_text(str(worker.pid))
+time.sleep(60)
+"""
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; an ended one that nobody has waited for does not."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
 def test_jobs_end_in_time_and_go_on(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that hangs is killed, one that this commit has done is not run again, one too late is not begun."""
+    """A job that hangs is killed with what it has begun, one that this commit has done is not run again, one too late
+    is not begun."""
     monkeypatch.setenv("HARTS_COMMIT", "now")
-    (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(60)")
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
     environment = {"PYTHONPATH": str(tmp_path)}
     for commit in ("before", "now"):
         gpu.record.write(tmp_path / f"{commit}.json", {"commit": commit, "failures": {}})
-    hangs = gpu.processes.Job("hangs", "s", 0.5, (), module="sleeper")
+    hangs = gpu.processes.Job("hangs", "s", 2.5, (), module="sleeper")
     done = gpu.processes.Job("done", "s", 0.5, (), (tmp_path / "now.json",), module="sleeper")
-    stale = gpu.processes.Job("stale", "s", 0.5, (), (tmp_path / "before.json",), module="sleeper")
+    stale = gpu.processes.Job("stale", "s", 2.5, (), (tmp_path / "before.json",), module="sleeper")
     arguments = (tmp_path, environment, lambda: None)
     wrong = gpu.processes.run_jobs([hangs, done, stale], 3, time.monotonic() + 60, *arguments)
     assert set(wrong) == {"hangs", "stale"} and set(wrong.values()) <= {"exit -9", "exit -10"}
+    begun = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+    assert begun and not any(map(runs, begun))
     assert gpu.processes.run_jobs([hangs, done], 3, time.monotonic() + 1, *arguments) == {
         "hangs": "not begun: no time left"
     }
@@ -209,10 +226,11 @@ def test_floor_of_a_step() -> None:
 @pytest.mark.exhaustive
 def test_a_step_in_dry_form(gpu: Any, tmp_path: Path) -> None:
     """A step runs on the CPU, shared and not, and the record takes its rows unless their losses differ."""
-    out, rows = tmp_path / "step.json", ["0", "0-never"]
+    out, rows = tmp_path / "step.json", ["0-together", "0-never", "1-old-kept"]
     command("step", "ling-3.0-tiny", "--out", out, "--dry-run", "--host", *SHAPES, "--fused", "auto", "--rows", *rows)
     found = gpu.record.read(out)
-    assert not found["failures"] and [row["sharing"] for row in found["rows"]] == ["always", "never"]
+    assert not found["failures"] and [row["sharing"] for row in found["rows"]] == ["always", "never", "always"]
+    assert found["rows"][0]["rows_per_batch"] == 4 and found["rows"][2]["scoring_kept"] == 1
     row = found["rows"][0]
     assert row["seconds"] >= row["forward_backward_seconds"] > 0 and row["floor_seconds"] > 0
     assert row["host"]["own"] and row["microbatches"] == 1
@@ -221,68 +239,3 @@ def test_a_step_in_dry_form(gpu: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="nothing is reported"):
         gpu.gates.check_step({**record, "rows": [*record["rows"], {**row, "entropy": 2 * row["entropy"]}]})
     assert gpu.recorder.extend_step(record, record)["rows"] == record["rows"]
-
-
-def test_gains_need_one_gpu_s_metrics(gpu: Any) -> None:
-    """Two GPUs' speed beside the model's, rows repeated and the exchange; refused where a metric is another."""
-    kept = gpu.record.read(gpu.record.RESULTS / "ranks_h200.json")
-    gpu.gates.check_ranks(kept)
-    assert gpu.recorder.extend_ranks(kept, {"rows": []})["rows"] == kept["rows"]
-    one = {
-        "run": "one-4", "processes": 1, "workload": "w", "execution": "replay", "scoring_skipped": False,
-        "seconds": 5.0, "forward_backward_seconds": 4.0, "estimated_seconds": 2.0, "exchange_seconds": 0.0,
-        "loss": [-0.02, -0.02], "entropy": [11.6, 11.6], "grad_norm": [8.0, 8.2], "tree": {"unique_tokens": 100.0},
-    }  # fmt: skip
-    two = {
-        **one, "run": "fsdp2-4", "processes": 2, "seconds": 3.0, "forward_backward_seconds": 2.5,
-        "estimated_seconds": 1.25, "exchange_seconds": 0.03, "grad_norm": [8.1],
-        "tree": {"unique_tokens": 100.0, "repeated_tokens": 10.0},
-    }  # fmt: skip
-    part = {"device": "d", "seed": 0, "versions": {}, "commit": "c", "failures": {}, "rows": [one, two]}
-    record = gpu.recorder.collect_ranks(part)
-    gpu.gates.check_ranks(record)
-    (gain,) = record["rows"][1]["gains"]
-    assert gain["same_execution"] and "gains" not in record["rows"][0]
-    found = [
-        gain[name] for name in ("speedup", "estimated_speedup", "of_estimated", "rows_repeated", "exchange_share")
-    ]
-    assert found == pytest.approx([1.6, 1.6, 1.0, 1.1, 0.01])
-    for name, value in (("loss", -0.021), ("entropy", 11.7), ("grad_norm", 9.0), ("grad_norm", float("nan"))):
-        with pytest.raises(SystemExit, match=f"fsdp2-4.*{name}.*nothing is reported"):
-            gpu.recorder.collect_ranks({**part, "rows": [one, {**two, name: [value]}]})
-    with pytest.raises(SystemExit, match="no row of one GPU"):
-        gpu.recorder.collect_ranks({**part, "rows": [{**one, "workload": "other"}, two]})
-    with pytest.raises(SystemExit, match="runs failed: ddp-4"):
-        gpu.gates.check_ranks({**record, "failures": {"ddp-4": "exit 1"}})
-
-
-def run_forks(jobs: list[Any], *rest: Any) -> dict[str, str]:
-    """``run_jobs``, but a job of one process runs in this one, and torchrun's processes are forks: no imports.
-
-    A real torchrun of a job: ``test_a_killed_process_ends_all`` of test_ranks_benchmark.py.
-    """
-    for job in jobs:
-        if job.module == "benchmarks.gpu":
-            command(*job.arguments)
-            continue
-        standalone, option, count, module, name, *words = job.arguments
-        launched = (job.module, standalone, option, module, name)
-        assert launched == ("torch.distributed.run", "--standalone", "--nproc_per_node", "-m", "benchmarks.gpu")
-        run_processes(FOLDER / "__main__.py", *words, count=count)
-    return {}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.distributed
-def test_ranks_in_dry_form(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process and two run the same rows, and the record says what two gain."""
-    from benchmarks.gpu import runs
-
-    monkeypatch.setattr(runs, "run_jobs", run_forks)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process's stays
-    folders = ("--out", tmp_path / "out", "--work", tmp_path / "work", *SHAPES)
-    command("run", "ranks", "--dry-run", *folders, "--runs", "one-1", "ddp-1")
-    record = gpu.recorder.collect_ranks(gpu.record.read(tmp_path / "out" / "ranks.json"))
-    gpu.gates.check_ranks(record)
-    assert [row["processes"] for row in record["rows"]] == [1, 2]
-    assert record["rows"][1]["gains"][0]["differences"]["grad_norm"] < 1e-4

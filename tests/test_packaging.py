@@ -50,13 +50,14 @@ for name in [name for name in sys.modules if name.split(".")[0] == "trl"]:
     del sys.modules[name]
 warnings.simplefilter("always")
 sys.modules["starlette"] = sys.modules["uvicorn"] = None
+# First: collectors import a part of TRL that imports its experimental part, and says nothing.
+from harts_hf import TreeGRPOTrainer, TreePPOTrainer, TreeRLOOTrainer, TreeSFTTrainer
 from harts_hf.rollouts import *
 from harts_hf.rollouts import Environment, StepResult
 TreeRolloutCollector, environment_reward
 try: from harts_hf.rollouts import AgentRolloutCollector
 except ImportError: pass
 else: assert False
-from harts_hf import TreeGRPOTrainer, TreePPOTrainer, TreeRLOOTrainer, TreeSFTTrainer
 print("the experimental part", file=sys.stderr)
 from harts_hf import TreeGMPOTrainer
 """

@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks.gpu import processes
 from benchmarks.ranks import __main__ as ranks
 from benchmarks.ranks import calls, judging, recorder
-from benchmarks.ranks.jobs import BACKENDS, CALL_SECONDS, Job, calls_of, jobs_for
+from benchmarks.ranks.jobs import BACKENDS, Job, jobs_for, waves_of
 from benchmarks.ranks.sketches import difference, gradient_of, moved, size, sketch, value_of
 
 SHAPES = shape_file("tot_game24").parent
@@ -26,17 +26,21 @@ SCRIPT = Path(__file__).parent / "distributed" / "run_ranks_job.py"
 
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])
-def test_calls_of_a_machine(gpus, capsys):
-    """Every call fits into ten minutes but for single long jobs; what a row is judged by comes with it."""
+def test_jobs_of_a_machine(gpus, capsys):
+    """What a row is judged by runs before it or beside it, its proof before; no GPU has two jobs at once."""
     jobs = jobs_for(gpus)
     names = [job.name for job in jobs]
     assert len(set(names)) == len(names) and [Job.parse(name) for name in names] == jobs
-    for call in calls_of(jobs):
-        assert sum(job.seconds for job in call) <= CALL_SECONDS or len(call) == 1
+    waves = waves_of(jobs, gpus)
+    wave_of = {job.name: number for number, wave in enumerate(waves) for job in wave}
+    assert sum(map(len, waves)) == len(jobs) and wave_of.keys() == set(names)
+    for wave in waves:
+        assert sum(job.processes for job in wave) <= gpus
+        assert len(wave) == 1 or all(job.kind != "kill" for job in wave)
     for job in jobs:
-        assert (job.processes <= gpus and job.one.name in names) or job.kind in ("kill", "large", "stock")
+        assert job.kind in ("kill", "large", "stock") or wave_of[job.one.name] <= wave_of[job.name]
         if job.kind == "time" and job.backend != "one":
-            assert f"parity-{job.backend}-{job.processes}-miniswe1" in names
+            assert wave_of[f"parity-{job.backend}-{job.processes}-miniswe1"] < wave_of[job.name]
     assert names[0].startswith("parity-one") and {job.backend for job in jobs} == set(BACKENDS)
     ranks.main(["plan", "--gpus", str(gpus)])
     printed = capsys.readouterr().out
@@ -62,6 +66,35 @@ def test_no_such_job(name, said):
     """It is said what was expected."""
     with pytest.raises(ValueError, match=said):
         Job.parse(name)
+
+
+def test_a_call_goes_on_where_one_ended(tmp_path, monkeypatch, capsys):
+    """Side by side, each on GPUs of its own; not what another host has done, nor what time is too short for."""
+    begun = []
+
+    def run_jobs(jobs, at_once, end, logs, environment, save):
+        begun.append({job.name: (at_once, job.variables["CUDA_VISIBLE_DEVICES"]) for job in jobs})
+        for job in jobs[:1]:
+            job.results[0].write_text(json.dumps({"job": job.name, "commit": "c"}))
+        save()
+        return {job.name: "exit 1" for job in jobs[1:]}
+
+    monkeypatch.setenv("HARTS_COMMIT", "c")
+    monkeypatch.setattr(calls.signal, "signal", lambda *_: None)  # this process's stays
+    monkeypatch.setattr(processes, "run_jobs", run_jobs)
+    done = [{"job": "parity-one-1-miniswe1", "commit": "c"}, {"job": "kill-ddp-4-miniswe1", "commit": "b"}]
+    (tmp_path / "earlier.json").write_text(json.dumps({"parts": done}))
+    command = ["call", "--gpus", "4", "--shapes", str(SHAPES), "--out", str(tmp_path / "out")]
+    command += ["--work", str(tmp_path / "work"), "--earlier", str(tmp_path / "earlier.json")]
+    jobs = ["parity-one-1-miniswe1", "parity-ddp-2-miniswe1", "time-ddp-4-tau50", "parity-zero3-2-miniswe1"]
+    with pytest.raises(SystemExit):
+        ranks.main([*command, *jobs, "--seconds", "150"])
+    assert begun == [{"parity-ddp-2-miniswe1": (2, "0,1"), "parity-zero3-2-miniswe1": (2, "2,3")}]
+    found = [part["job"] for part in json.loads((tmp_path / "out" / "ranks_jobs.json").read_text())["parts"]]
+    assert found == ["parity-ddp-2-miniswe1", "parity-one-1-miniswe1"]
+    assert "left for a later call: time-ddp-4-tau50" in capsys.readouterr().out
+    ranks.main([*command, *jobs])
+    assert begun[1:] == [{"time-ddp-4-tau50": (1, "0,1,2,3")}, {"parity-zero3-2-miniswe1": (1, "0,1")}]
 
 
 # ---- sketches -------------------------------------------------------------------------------------------------------
@@ -164,7 +197,6 @@ def test_stock_beside_trees(parts):
         (1, {"gradient": 1.01}, "gradients of tree 1 differ by 4.5e-03"),
         (1, {"parameter": 1.01}, r"parameters differ by 2.0e-02 \(b\) after 3 steps"),
         (1, {"gradient": math.nan}, "gradients of tree 1 differ by inf"),
-        (1, {"finished": False}, "did not all run"),
         (0, {"gradient": 1.2}, "one process's own gradients differ"),
     ],
 )
@@ -191,16 +223,26 @@ def test_bfloat16_parameters_are_compared_where_they_moved():
 
 
 def test_no_row_without_what_proves_it(parts):
-    """Without parity of its backend and number of processes, with other metrics, after a kill that left something."""
-    with pytest.raises(SystemExit, match="no parity-fsdp2-2 that passed beside time-fsdp2-2-tau50"):
-        judging.judged(parts[2:])
-    with pytest.raises(SystemExit, match="no parity-one-1-miniswe1 beside"):
-        judging.judged(parts[1:])
-    for place, said in ((2, "other metrics than time-one-1-tau50"), (3, "packed 32768 has other metrics than tree")):
-        broken = copy.deepcopy(parts)
-        broken[place]["steps"][-2 if place == 3 else -1]["entropy"] = 11.1
-        with pytest.raises(SystemExit, match=said):
-            judging.judged(broken)
+    """Without parity of its backend and number of processes, or before a timed step, it is left out, others are not;
+    other metrics and a kill that left something are refused."""
+    unfinished = [parts[0], {**parts[1], "finished": False}, *parts[2:]]
+    for some in (parts[2:], parts[1:], unfinished):
+        found = judging.judged(some)
+        assert [row["job"] for row in found["rows"]] == ["time-one-1-tau50"] and not found["parity"]
+        assert found["left_out"][-1] == "time-fsdp2-2-tau50: no parity-fsdp2-2 beside it that passed"
+    assert found["left_out"][0] == "parity-fsdp2-2-miniswe1: it or parity-one-1-miniswe1 did not end"
+    for place, other in ((2, 3), (3, 2)):
+        begun = copy.deepcopy(parts)
+        begun[place]["steps"] = [{**begun[place]["steps"][0], "role": "warm"}]
+        found = judging.judged(begun)
+        assert [row["job"] for row in found["rows"]] == [parts[other]["job"]] and "scaling" not in found["rows"][0]
+        assert found["left_out"] == [f"{parts[place]['job']}: it ended before a timed step"]
+    for place, said in ((2, "other metrics than t"), (3, "packed 32768 has other metrics than tree")):
+        for metric, value in (("entropy", 11.1), ("loss", -0.021), ("grad_norm", 9.0), ("grad_norm", math.nan)):
+            broken = copy.deepcopy(parts)
+            broken[place]["steps"][-2 if place == 3 else -1][metric] = value
+            with pytest.raises(SystemExit, match=said):
+                judging.judged(broken)
     with pytest.raises(SystemExit, match=r"kill-fsdp2-2-miniswe1.*nothing is reported"):
         judging.judged([*parts[:4], {**parts[4], "passed": False}])
     in_float32 = [{**one, "dtype": "float32"} for one in parts[2:4]]
@@ -213,24 +255,30 @@ def test_no_row_without_what_proves_it(parts):
 def test_record(parts, tmp_path, capsys):
     """Jobs lie beside what the record has, each as measured last; the picture is drawn; devices are not mixed."""
     record = tmp_path / "ranks.json"
-    record.write_text(json.dumps({"device": "d", "rows": [1]}))
-    for number, one in enumerate(parts):
-        (tmp_path / f"{number}.json").write_text(json.dumps(one))
-    command = ["record", *(str(tmp_path / f"{number}.json") for number in range(5)), "--record", str(record)]
+    earlier = json.loads(ranks.RECORD.read_text())
+    record.write_text(json.dumps({**earlier, "device": "d", "jobs": {}}))
+    files = [tmp_path / "one.json", tmp_path / "call.json"]
+    for file, content in zip(files, (parts[0], {"parts": parts[1:]}), strict=True):
+        file.write_text(json.dumps(content))
+    command = ["record", *map(str, files), "--record", str(record)]
     ranks.main(command)
     ranks.main(command)
     found = json.loads(record.read_text())
-    assert found["rows"] == [1] and [len(found["jobs"][kind]) for kind in recorder.KINDS] == [2, 1, 1, 0, 0]
+    assert found["rows"] == earlier["rows"]
+    assert [len(found["jobs"][kind]) for kind in recorder.KINDS] == [2, 1, 1, 0, 0]
     printed = capsys.readouterr().out
+    assert "not measured: parity-zero3-2-miniswe1, time-one-1-miniswe20, " in printed
     assert "bars not met: lost" in printed and "11.00x" in printed and (tmp_path / "ranks_scaling.png").exists()
     with pytest.raises(SystemExit, match="results of one kind of device, got d, e"):
         recorder.merged({}, [*parts, {**parts[0], "device": "e"}])
+    with pytest.raises(SystemExit, match="results of one kind of device, got d, e"):
+        recorder.merged({"device": "e"}, parts)
 
 
 def test_predictions_of_the_page_are_the_record_s():
     """Layers that fit, and the planner's model of 64 GPUs; nobody says that four or eight were measured."""
     page = (Path(__file__).parents[1] / "docs" / "ranks.md").read_text()
-    jobs = json.loads(recorder.RECORD.read_text())["jobs"]
+    jobs = json.loads(ranks.RECORD.read_text())["jobs"]
     fits = {fit["gpus"]: fit for fit in jobs["fit"]}
     for backend, label in (("zero3", "ZeRO-3"), ("fsdp2", "FSDP2")):
         found = [(fits[gpus][backend]["layers"], fits[gpus][backend]["predicted_peak"] / 1e9) for gpus in (2, 4, 8)]
@@ -270,9 +318,9 @@ def test_a_killed_process_ends_all(tmp_path):
     """Real torchrun: an error, soon, and nobody is left; a job that ends well does not pass for one."""
     command = ["call", "--gpus", "2", "--dry-run", "--shapes", str(SHAPES), "--work", str(tmp_path / "work")]
     ranks.main([*command, "--out", str(tmp_path), "--seconds", "500", "kill-ddp-2-miniswe1"])
-    found = json.loads((tmp_path / "kill-ddp-2-miniswe1.json").read_text())
+    (found,) = json.loads((tmp_path / "ranks_jobs.json").read_text())["parts"]
     assert found["passed"] and found["returncode"] == 1 and found["seconds"] < calls.KILL_LIMIT
-    assert not found["left"] and not list(tmp_path.glob("*.pid"))
+    assert not found["left"] and not list(tmp_path.rglob("*.pid"))
     ends_well = processes.Job("j", "ranks", 60, (), (tmp_path / "j.json",), {}, "this")
     environment = {**os.environ, "PYTHONPATH": str(SHAPES)}
     (tmp_path / "work" / "logs" / "j.log").touch()

@@ -35,9 +35,9 @@ def test_runs_go_on_and_refuse(tmp_path, monkeypatch, capsys):
     nor begun that would end too late."""
     passed, limits, begun = [True], [], []
 
-    def built(setting, model, rollouts, args, tokenizer):
-        begun.append(rollouts.tree.num_tokens)
-        limits.append(args.tree_max_handoff_bytes)
+    def built(setting, step):
+        begun.append(step.rollouts.tree.num_tokens)
+        limits.append(step.args.tree_max_handoff_bytes)
 
     def timed(side, rollouts, until):
         tokens = rollouts.tree.num_tokens
@@ -60,6 +60,13 @@ def test_runs_go_on_and_refuse(tmp_path, monkeypatch, capsys):
     assert begun == [1536, 2048, 4096, 8192] and [row["tokens"] for row in result["rows"]] == begun
     assert result["fit"]["seconds"]["per_token"] == pytest.approx(1 / 200) and out.with_suffix(".png").exists()
     passed[0] = False
+    with pytest.raises(SystemExit, match=r"of {'model'.*'nested', 'budget': 1024}"):
+        scaling.main([*call, "60", "--execution", "replay"])
+    monkeypatch.setenv("HARTS_COMMIT", "another")
+    with pytest.raises(SystemExit, match=r"expected --out to be of commit another, got .*s.json of "):
+        scaling.main([*call, "60"])
+    assert json.loads(out.read_text()) == result
+    call[2] = str(tmp_path / "t.json")
     with pytest.raises(SystemExit, match="refused: gradients differ"):
         scaling.main([*call, "60", "--execution", "replay"])
     assert len(begun) == 4

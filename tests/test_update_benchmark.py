@@ -7,7 +7,7 @@ import pytest
 from shared_data import shape_file
 
 from benchmarks.update import __main__ as update
-from benchmarks.update import merging, tables, workloads
+from benchmarks.update import merging, workloads
 from harts_hf.bench.sides import COLLAPSED, PACKED, SORTED, STOCK, TREE
 
 SHAPES = shape_file("tot_game24").parent
@@ -37,6 +37,8 @@ def test_sides_of_a_step():
     assert workloads.kinds_of(workloads.Task("miniswe_b_drop", 1)) == (PACKED, TREE)
     assert workloads.kinds_of(workloads.Task("miniswe_b_drop", 7)) == (TREE,)
     assert workloads.kinds_of(workloads.Task("tot_game24", 0)) == (PACKED, COLLAPSED, TREE)
+    wide, plain = (workloads.steps_in(SHAPES, "tot_game24", dry=False, variant=name)[0] for name in ("three", "plain"))
+    assert (len(wide), len(plain)) == (9, 3) and [group.name for group in wide[:3]] == [group.name for group in plain]
 
 
 def test_tasks_by_name():
@@ -53,7 +55,10 @@ def test_tasks_by_name():
 
 
 def test_a_record_of_several_calls():
-    """Each step as measured last with its commit, totals in front; a failed parity check refuses all."""
+    """Each step as measured last with its commit, totals in front; a failed parity check refuses all.
+
+    What stock trainers took stays where they were not run again, with the verdict of that time.
+    """
     old = merging.merge([part("a", row(0, 9.0, stock_seconds=50.0, stock_peak_memory=7), row(1, 1.0))], {})
     new = merging.merge([part("b", row(0, 2.0, stock_seconds=20.0, stock_peak_memory=7))], old)
     total, first, second = new["rows"]
@@ -70,6 +75,13 @@ def test_a_record_of_several_calls():
     measure["parity"]["differences"]["stock 1, rounded again"]["gradients"] = 0.09
     with pytest.raises(SystemExit, match=r"refused: miniswe_b_drop 2: .*gradients of packed 8 differ from stock 1's"):
         merging.merge([part("b", lacking, measure)], old)
+    stock = {"sides": {"stock": {}}, "stock_seconds": 50.0, "stock_peak_memory": 7}
+    again = merging.merge([part("b", row(0, 2.0))], merging.merge([part("a", row(0, 9.0, **stock))], {}))["rows"][1]
+    assert (again["commit"], again["seconds"], again["speedup_stock"]) == ("b", 2.0, 25.0)
+    assert again["stock_of"]["commit"] == "a" and again["sides"] == stock["sides"]
+    again["stock_of"]["parity"] |= {"passed": False, "failures": ["entropy"]}
+    with pytest.raises(SystemExit, match=r"refused: miniswe_b_drop 0: \['entropy'\]"):
+        merging.merge([part("c", row(1, 1.0))], {"rows": [again]})
     with pytest.raises(SystemExit, match=r"refused: miniswe_b_drop 0: .*sharing moves the gradient of tree 8"):
         merging.merge([part("c", row(0, 1.0, passed=False))], old)
 
@@ -85,6 +97,8 @@ def test_an_ideal_with_what_a_later_sweep_says_of_microbatches():
     restated = merging.restated(found, {"packed": 0.1})
     assert restated["ideal_seconds"] == pytest.approx({"rows": 0.27, "optimizer": 0.1, "microbatches": 0.1})
     assert restated["efficiency"] == pytest.approx(0.94) and restated["ideal"] == pytest.approx(4.0 / 0.47)
+    bounded = merging.with_bounds(restated)  # 3 x 0.1 s shared like rows, not 0.1 s whole
+    assert (bounded["ideal_at_most"], bounded["efficiency_at_least"]) == pytest.approx((10.0, 0.8))
     assert merging.restated({**found, "microbatch_seconds": {"packed": 0.2}}, {"packed": 0.1})["ideal"] == 10.0
 
 
@@ -104,6 +118,16 @@ def test_a_call_goes_on_where_another_ended(tmp_path, monkeypatch, capsys):
     update.main([*command[:1], "anyswe_a:1", *command[2:]])
     assert "no time left for Task(workload='anyswe_a', step=1, variant='plain')" in capsys.readouterr().out
     assert len(json.loads(out.read_text())["rows"]) == 1
+    # Of another commit: kept, and not taken for done.
+    monkeypatch.setenv("HARTS_COMMIT", "later")
+    monkeypatch.setattr(update, "time", SimpleNamespace(monotonic=iter(range(0, 10**6, 1000)).__next__))
+    update.main(command)
+    assert "no time left for Task(workload='anyswe_a', step=0" in capsys.readouterr().out
+    assert [row["commit"] for row in json.loads(out.read_text())["rows"]] == ["now"]
+    out.write_text('{"rows": [{"model": "m"}]}')
+    for path in (out, tmp_path / "nowhere.json"):
+        with pytest.raises(SystemExit, match=r"expected a result file of `benchmarks.update run`, got"):
+            update.main(["record", str(path)])
 
 
 def test_figures_of_the_record_in_the_documents():
@@ -111,11 +135,23 @@ def test_figures_of_the_record_in_the_documents():
     found = json.loads(update.RESULTS.read_text())
     root = update.RESULTS.parents[2]
     page, readme = ((root / name).read_text() for name in ("docs/performance.md", "README.md"))
-    lines = (*tables.TOTALS, *tables.totals(found), *tables.STEPS, *tables.steps(found, update.STEPS_SHOWN))
-    assert [line for line in lines if line not in page] == []
-    total = next(row for row in found["rows"] if row["workload"] == "miniswe_b_drop" and "step" not in row)
-    first = next(row for row in found["rows"] if row["workload"] == "miniswe_b_drop" and row.get("step") == 0)
+    assert [line for line in update.written(found) if line not in page] == []
+    names = ("model", "workload", "variant", "step")
+    rows = {tuple(map(row.get, names)): row for row in found["rows"]}
+    total, first = (rows["ling-3.0-tiny", "miniswe_b_drop", "plain", step] for step in (None, 0))
     assert f"**{total['speedup']:.1f}x** the best" in readme and f"**{total['speedup_stock']:.0f}x** stock" in readme
-    assert f"{first['speedup']:.1f}x and {first['speedup_stock']:.1f}x" in " ".join(readme.split())
+    dense, mixture = (rows[name, "miniswe_b_drop", "plain", None] for name in ("qwen3.5-4b", "qwen3.5-moe-8b"))
+    words = " ".join(readme.split())
+    # Over the steps that a baseline ran, and what part of the tokens they are.
+    steps = [row for row in found["rows"] if row.get("step") is not None]
+    steps = [row for row in steps if all(row[name] == first[name] for name in names[:3])]
+    for name in ("baseline", "stock"):
+        ran = [row for row in steps if f"{name}_seconds" in row]
+        gain = sum(row[f"{name}_seconds"] for row in ran) / sum(row["seconds"] for row in ran)
+        part = f"{sum(row['tokens'] for row in ran) / total['tokens'] * 100:.0f} % of the tokens"
+        assert f"({part}: {gain:.1f}x there)" in words
+        assert f"with {part}; over these the tree is {gain:.1f}x" in " ".join(page.split())
+    assert f"{first['speedup']:.1f}x and {first['speedup_stock']:.1f}x" in words
+    assert f"on two groups {dense['speedup']:.1f}x, a mixture of 8 B {mixture['speedup']:.1f}x" in words
     assert all(row["parity"]["passed"] for row in found["rows"] if "step" in row)
     assert not any(one["parity"]["passed"] for one in found["planted"].values())

@@ -15,7 +15,6 @@ from benchmarks.gpu.registry import (
     LINEAR_KINDS,
     LINEAR_LAYOUTS,
     MEMORY_VARIANTS,
-    RANKS_RUNS,
     STEP_MODELS,
     STEP_ROWS,
     WHOLE_PARTS,
@@ -58,7 +57,6 @@ FUSED = ("auto", "off")  # tree_fused_modules
 KERNELS_RECORD = path("--record", "(default: %(default)s)", default=RESULTS / "kernels_h200.json")
 WHOLE_RECORD = path("--record", "(default: %(default)s)", default=RESULTS / "whole_h200.json")
 STEP_RECORD = path("--record", "(default: %(default)s)", default=RESULTS / "step_h200.json")
-RANKS_RECORD = path("--record", "(default: %(default)s)", default=RESULTS / "ranks_h200.json")
 PARTS = path("parts", "result files; without any, the record is checked and drawn anew", nargs="*")
 
 
@@ -79,9 +77,6 @@ COMMANDS = {
     ("run", "linear"): run(440, ("parity", "time"), "linear attention: checks, then times", KINDS, LAYOUTS),
     ("run", "attention"): run(350, ("parity", "time"), "attention: checks, then times"),
     ("run", "whole"): run(480, ("tests", *WHOLE_PARTS), "whole models: verdicts, then times", FAMILY, DRY),
-    ("run", "ranks"): run(
-        590, ("ranks",), "optimizer steps on two GPUs beside one", some("--runs", RANKS_RUNS, "(default: all)"), DRY
-    ),
     ("parity", "linear"): Command(
         "linear.parity", "a check against fp64, beside stock FLA's errors", (choice("check", LINEAR_CHECKS), OUT)
     ),
@@ -118,13 +113,6 @@ COMMANDS = {
         "whole.memory", "peaks of windows beside what the memory model predicts",
         (some("--models", (*STEP_MODELS, *FAMILIES, *MEMORY_VARIANTS), "(default: all)"), OUT, DRY),
     ),
-    **{
-        ("ranks", name): Command(
-            "ranks.run", f"{ranks.backend}, groups {ranks.groups}, {ranks.processes} processes (torchrun starts them)",
-            (SHAPES, OUT, DRY),
-        )
-        for name, ranks in RANKS_RUNS.items()
-    },
     ("record", "kernels"): Command(
         "recorder", "merges result files into the record; refuses where a parity check fails",
         (PARTS, path("--parity", "the checks of linear attention, for its rows"), KERNELS_RECORD),
@@ -134,10 +122,6 @@ COMMANDS = {
     ),
     ("record", "step"): Command(
         "recorder", "merges result files into the record; refuses rows of a run that failed", (PARTS, STEP_RECORD)
-    ),
-    ("record", "ranks"): Command(
-        "recorder", "merges result files into the record; refuses where metrics are not one GPU's",
-        (PARTS, RANKS_RECORD),
     ),
     ("predict", "memory"): Command(
         "linear.predict", "peak memory of linear layers; needs FLA and Triton, no GPU", (KINDS, SHAPES, OUT)

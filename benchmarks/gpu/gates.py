@@ -104,9 +104,3 @@ def check_step(result: dict) -> None:
                 raise SystemExit(
                     f"{row['model']} {row['workload']} has {name} {row[name]} and {other[name]}: nothing is reported"
                 )
-
-
-def check_ranks(result: dict) -> None:
-    """Ends the process where a run failed; metrics beside one GPU's are compared where rows are collected."""
-    if result["failures"]:
-        raise SystemExit(f"runs failed: {', '.join(result['failures'])}: nothing is reported")

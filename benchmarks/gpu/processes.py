@@ -1,6 +1,6 @@
 """Processes within time limits, which go on where an earlier run ended."""
 
-import os
+import contextlib
 import signal
 import subprocess
 import sys
@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from benchmarks.gpu import record
 
@@ -75,9 +77,7 @@ def run_jobs(
             time.sleep(1)
             for name, (process, limit) in list(running.items()):
                 if process.poll() is None and time.monotonic() > limit:
-                    process.send_signal(signal.SIGUSR1)  # its stacks go to the log
-                    time.sleep(1)
-                    _kill(process)
+                    _kill(process, says_where=True)
                 if process.poll() is not None:
                     del running[name]
                     if process.returncode:
@@ -89,7 +89,18 @@ def run_jobs(
             _kill(process)
 
 
-def _kill(process: subprocess.Popen) -> None:
-    """With the compilers that it has begun."""
-    os.killpg(process.pid, signal.SIGKILL)
+def _kill(process: subprocess.Popen, *, says_where: bool = False) -> None:
+    """With all that it has begun: torchrun's workers have sessions of their own, and would keep their GPUs.
+
+    Args:
+        process: to be killed.
+        says_where: whether stacks go to the log before, of those that have a handler for SIGUSR1 (it ends the others).
+    """
+    all_of_it = [psutil.Process(process.pid)]
+    all_of_it += all_of_it[0].children(recursive=True)
+    for number in (signal.SIGUSR1, signal.SIGKILL) if says_where else (signal.SIGKILL,):
+        for one in all_of_it:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(number)
+        time.sleep(1 if number == signal.SIGUSR1 else 0)
     process.wait()

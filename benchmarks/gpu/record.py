@@ -47,6 +47,13 @@ def read(path: Path) -> dict:
     return found
 
 
+def parts_in(path: Path) -> list[dict]:
+    """The results in a file: one, or those that a call put together."""
+    found = read(path)
+    parts: list[dict] = found.get("parts", [found])
+    return parts
+
+
 def write(path: Path, result: Any, *folders: Path) -> None:
     """A result file, whole or not at all; ``folders`` of this machine are taken out of the names in it."""
     text = json.dumps(result, indent=1)

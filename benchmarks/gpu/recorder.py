@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.gpu import gates
-from benchmarks.gpu.ranks import judging
 from benchmarks.gpu.record import cell, read, write
 
 
@@ -55,20 +54,9 @@ def collect_step(part: dict) -> dict:
 def extend_step(old: dict, new: dict) -> dict:
     """``new`` with the rows that only ``old`` has: those of another commit, too."""
     names = ("model", "workload", "checkpointing", "sharing", "fused_modules", "max_tokens_per_microbatch", "commit")
-    return {**old, **new, "rows": _extended(old, new, lambda row: tuple(row[name] for name in names))}
-
-
-def collect_ranks(part: dict) -> dict:
-    """Rows as the record has them: with their commit and versions, and what they gain over one GPU's of their run."""
-    kept = {"commit": part["commit"], "versions": part["versions"]}
-    rows = [{**row, **kept} for row in judging.with_gains(part["rows"])]
-    return {"device": part["device"], "seed": part["seed"], "failures": part["failures"], "rows": rows}
-
-
-def extend_ranks(old: dict, new: dict) -> dict:
-    """``new`` with the rows that only ``old`` has."""
-    names = ("run", "execution", "placement", "variant")
-    return {**old, **new, "rows": _extended(old, new, lambda row: tuple(row[name] for name in names))}
+    some = ("old_log_probs", "rows_per_batch")
+    rows = _extended(old, new, lambda row: (*(row[name] for name in names), *map(row.get, some)))
+    return {**old, **new, "rows": rows}
 
 
 def _extended(old: dict, new: dict, key: Callable[[dict], tuple]) -> list[dict]:
@@ -96,10 +84,6 @@ def main(options: argparse.Namespace) -> None:
         for new in (collect_step(read(part)) for part in options.parts):
             result = extend_step(result, new) if result else new
         check, picture = gates.check_step, None
-    elif options.what == "ranks":
-        for new in (collect_ranks(read(part)) for part in options.parts):
-            result = extend_ranks(result, new) if result else new
-        check, picture = gates.check_ranks, None
     else:
         for new in (read(part) for part in options.parts):
             result = extend_whole(result, new) if result else new

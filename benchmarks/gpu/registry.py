@@ -142,6 +142,8 @@ TINY = {
     "linear_num_heads": 2, "linear_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 12,
 }  # fmt: skip
+# Of whole models, where they have so many experts.
+DRY_EXPERTS = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
 
 WHOLE_SHAPES = {"miniswe_b_drop": 16384, "tot_game24": 16384}  # unique tokens, at least
 # Stages of a family, each a process of its own, and their parts, each a result file of its own.
@@ -172,20 +174,20 @@ def parts_of(family: str, stage: str) -> list[str]:
 
 # ---- whole optimizer steps: whole models, a real trainer ------------------------------------------------------------
 
-_PERIOD_OF_4 = ["linear_attention"] * 3 + ["full_attention"]
+PERIOD_OF_4 = ["linear_attention"] * 3 + ["full_attention"]
 _TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
 # A family and its configuration, whole.
 STEP_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ling-3.0-tiny": ("bailing_hybrid", {
         **_TOKENS, **_MLA, "vocab_size": 157184, "hidden_size": 1536, "intermediate_size": 4608,
-        "num_hidden_layers": 24, "layer_types": _PERIOD_OF_4 * 6, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "num_hidden_layers": 24, "layer_types": PERIOD_OF_4 * 6, "num_attention_heads": 16, "num_key_value_heads": 16,
         "head_dim": 128, "q_lora_rank": 256, "num_local_experts": 128, "num_experts": 128, "num_experts_per_tok": 8,
         "num_shared_experts": 1, "moe_intermediate_size": 512, "n_group": 8, "topk_group": 4,
         "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "tie_word_embeddings": False,
     }),
     "qwen3.5-4b": ("qwen3_5_text", {
         **_TOKENS, "vocab_size": 248320, "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32,
-        "layer_types": _PERIOD_OF_4 * 8, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+        "layer_types": PERIOD_OF_4 * 8, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
         "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
         "linear_value_head_dim": 128, "tie_word_embeddings": True,
     }),
@@ -193,16 +195,23 @@ STEP_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class StepRow(NamedTuple):
-    """One optimizer step on a group of ``miniswe_b_drop``: ``budget`` is tree_max_tokens_per_microbatch, a number or
-    "auto"."""
+    """One optimizer step on a group of ``miniswe_b_drop``.
+
+    ``budget``: tree_max_tokens_per_microbatch, a number or "auto". ``slow``: one timed step. ``old``: TRL scores old
+    log-probs in each step, and the step's own scoring pass is left out ("kept") or run all the same ("again").
+    ``together``: one batch has all rows, not one.
+    """
 
     group: int
     sharing: str
     checkpointing: bool
     budget: int | str = 16384
     slow: bool = False
+    old: str = ""
+    together: bool = False
 
 
+RUNS = ("score", "backward", "backward_unscored")  # of WindowRun: all of a step's forwards and backwards
 STEP_WORKLOAD = "miniswe_b_drop"
 STEP_ROWS = {
     "0": StepRow(0, "always", True),
@@ -217,6 +226,15 @@ STEP_ROWS = {
     "1-auto": StepRow(1, "always", True, "auto"),
     "13-auto": StepRow(13, "always", True, "auto", slow=True),
     "0-never": StepRow(0, "never", True, slow=True),
+    **{
+        f"{group}-together": StepRow(group, "always", True, "auto", slow=group == 13, together=True)
+        for group in (0, 1, 13)
+    },
+    **{
+        f"{group}-old-{old}": StepRow(group, "always", True, slow=group == 13, old=old)
+        for group in (1, 13)
+        for old in ("kept", "again")
+    },
 }
 
 
@@ -239,42 +257,3 @@ MEMORY_CASES_OF_FAMILIES: tuple[MemoryCase, ...] = (
     (12000, 13200, "replay", True), (12000, 4096, "nested", True),
 )  # fmt: skip
 MEMORY_VARIANTS = ("bailing_hybrid:float32", "bailing_hybrid:stock", "qwen3_5_text:float32")
-
-
-# ---- several GPUs ---------------------------------------------------------------------------------------------------
-
-
-class RanksRun(NamedTuple):
-    """Optimizer steps on groups of :data:`STEP_WORKLOAD`.
-
-    ``phases`` are ``tree_execution:tree_placement``, with ``:NAME`` of a variant of the backend behind, if any.
-    """
-
-    backend: str
-    groups: tuple[int, ...]
-    phases: tuple[str, ...]
-    seconds: int = 130
-
-    @property
-    def processes(self) -> int:
-        return 1 if self.backend == "one" else RANKS_DIVISOR
-
-
-RANKS_DIVISOR = 2  # processes of a run; all runs take as many rows of their groups as these divide, one process's too
-RANKS_MODEL, RANKS_BUDGET = "ling-3.0-tiny", 32768
-_FOUR, _EIGHT = (0, 1, 2, 3), tuple(range(8))
-_BOTH = ("replay:global", "auto:global")
-# In the order in which they are run, should time be short.
-RANKS_RUNS = {
-    "one-4": RanksRun("one", _FOUR, _BOTH, 200),
-    "fsdp2-kept-4": RanksRun("fsdp2-kept", _FOUR, (*_BOTH, "replay:global:reduced-last")),
-    "fsdp2-4": RanksRun("fsdp2", _FOUR, _BOTH),
-    "one-1": RanksRun("one", (1,), ("auto:auto",)),
-    "fsdp2-kept-1": RanksRun("fsdp2-kept", (1,), ("auto:auto",)),
-    "ddp-4": RanksRun("ddp", _FOUR, _BOTH),
-    "zero3-4": RanksRun("zero3", _FOUR, _BOTH),
-    "one-8": RanksRun("one", _EIGHT, ("replay:global",)),
-    "fsdp2-kept-8": RanksRun("fsdp2-kept", _EIGHT, ("replay:global",)),
-    "ddp-1": RanksRun("ddp", (1,), ("auto:auto",)),
-    "zero3-modules-4": RanksRun("zero3-modules", _FOUR, ("replay:global",)),
-}

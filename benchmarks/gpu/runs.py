@@ -23,7 +23,6 @@ from benchmarks.gpu.registry import (
     LINEAR_CHECKS,
     LINEAR_KINDS,
     OTHER_CONFIGURATIONS,
-    RANKS_RUNS,
     WHOLE_PARTS,
     parts_of,
 )  # fmt: skip
@@ -112,29 +111,6 @@ def whole(options: argparse.Namespace, wrong: dict[str, str]) -> Iterator[Phase]
     yield Phase([job(family, "time") for family in options.families], 1, save)  # nothing else runs meanwhile
 
 
-def ranks(options: argparse.Namespace, wrong: dict[str, str]) -> Iterator[Phase]:
-    """Optimizer steps of one backend after another, each in processes of its own."""
-
-    def job(name: str) -> Job:
-        run, result = RANKS_RUNS[name], options.work / f"{name}.json"
-        dry = ["--dry-run"] if options.dry_run else []
-        arguments = ("ranks", name, "--shapes", options.shapes, "--out", result, *dry)
-        if run.processes == 1:  # Trainer would take all GPUs that it sees
-            return Job(name, "ranks", run.seconds, arguments, (result,), {"CUDA_VISIBLE_DEVICES": "0"})
-        launcher = ("--standalone", "--nproc_per_node", run.processes, "-m", "benchmarks.gpu")
-        return Job(name, "ranks", run.seconds, (*launcher, *arguments), (result,), module="torch.distributed.run")
-
-    def save() -> None:
-        parts = [path for path in (options.work / f"{name}.json" for name in RANKS_RUNS) if path.exists()]
-        found = [record.read(path) for path in parts]
-        if found:
-            rows = [row for part in found for row in part["rows"]]
-            failures = {name: why for name, why in wrong.items() if not why.startswith("not begun")}
-            record.write(options.out / "ranks.json", {**found[-1], "failures": failures, "rows": rows})
-
-    yield Phase([job(name) for name in options.runs], 1, save)
-
-
 def variables(options: argparse.Namespace) -> dict[str, str]:
     """The environment of all jobs."""
     found = site.environment(options.site)
@@ -172,7 +148,7 @@ def main(options: argparse.Namespace) -> None:
         print("HARTS_COMMIT is not set: whatever earlier runs have left is done again", flush=True)
     environment, wrong = variables(options), {}
     logs = options.work / "logs"
-    runs = {"linear": linear, "attention": attention, "whole": whole, "ranks": ranks}
+    runs = {"linear": linear, "attention": attention, "whole": whole}
     for phase in runs[options.what](options, wrong):
         print(f"{time.monotonic() - begin:.0f} s", flush=True)
         jobs = [job for job in phase.jobs if job.stage in options.stages]

@@ -1,4 +1,4 @@
-"""A call: jobs one after another on one host, each in processes of its own within a time limit."""
+"""A call: jobs on one host, each in processes of its own within a time limit."""
 
 import argparse
 import os
@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import processes, record, runs, site
-from benchmarks.ranks.jobs import Job
+from benchmarks.ranks.jobs import Job, jobs_for, waves_of
 
-LIMIT_FACTOR = 2.0  # of what a job is thought to take
+LIMIT_FACTOR = 2.0  # of what a job is thought to take; one begins if at least its part is left
+COLD = 240.0  # seconds that the first jobs of a call have besides: a fresh machine tunes and compiles
+SHOWN = 1500  # characters of the log of a job that failed
 DRY_SECONDS = 1800.0  # of a job on a CPU that others use
 KILL_LIMIT = 60.0  # seconds within which all processes have to have ended
 
@@ -29,43 +31,98 @@ def command_of(job: Job, options: argparse.Namespace, result: Path) -> tuple[str
     return "torch.distributed.run", (*launcher, *own)
 
 
+class Bundle:
+    """All of this commit's result files of a folder in one, which is written anew when one of them has changed: few
+    files come back from a machine that is lent."""
+
+    def __init__(self, work: Path, path: Path) -> None:
+        self.work, self.path = work, path
+        self._stamps: dict[Path, int] = {}
+
+    def unpack(self, earlier: Path) -> None:
+        """The results of an earlier call, where this host has none of a job."""
+        for part in record.parts_in(earlier):
+            path = self.work / f"{part['job']}.json"
+            if not path.exists():
+                record.write(path, part)
+
+    def save(self) -> None:
+        """Whole or not at all."""
+        stamps = {path: path.stat().st_mtime_ns for path in sorted(self.work.glob("*.json"))}
+        if stamps != self._stamps:
+            parts = map(record.read, stamps)
+            own = [part for part in parts if record.commit() in (None, part.get("commit"))]
+            record.write(self.path, {"parts": own})
+            self._stamps = stamps
+
+
 def main(options: argparse.Namespace) -> None:
     """Runs the jobs that the time allows; a job that an earlier call of this commit has done is not done again."""
     begun = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that processes that were started end, too
-    jobs = list(map(Job.parse, options.jobs))
+    jobs = list(map(Job.parse, options.jobs)) or jobs_for(options.gpus)
     for job in jobs:
         if job.processes > options.gpus:
             raise SystemExit(f"expected jobs of at most {options.gpus} processes, got {job.name}")
     options.what = "ranks"
     runs.prepare(options)
+    if record.commit() is None:
+        print("HARTS_COMMIT is not set: whatever earlier calls have left is done again", flush=True)
+    bundle = Bundle(options.work, options.out / "ranks_jobs.json")
+    if options.earlier:
+        bundle.unpack(options.earlier)
+    bundle.save()
     environment = runs.variables(options)
+    exact = {}  # what was tuned for bfloat16 does not fit
     if options.site:
-        few_stages = site.fla_defaults(options.site / "fla_h200", options.work / "fla-few-stages", 1)
-    logs, end, wrong = options.work / "logs", begun + options.seconds, {}
-    for job in jobs:
-        name, result = job.name, options.out / f"{job.name}.json"
-        limit = DRY_SECONDS if options.dry_run else LIMIT_FACTOR * job.seconds
-        variables = {"CUDA_VISIBLE_DEVICES": "0"} if job.backend == "one" else {}
-        if job.is_exact and options.site:  # what was tuned for bfloat16 does not fit
-            variables["FLA_CONFIG_DIR"] = few_stages
-        module, arguments = command_of(job, options, result)
-        started = processes.Job(name, "ranks", limit, arguments, (result,), variables, module)
-        if job.kind == "kill":
-            if end - time.monotonic() > processes.SHORTEST and not started.is_done():
-                found = killed(job, started, logs, environment, end)
-                record.write(result, found)
-                wrong |= found["failures"]
+        exact["FLA_CONFIG_DIR"] = site.fla_defaults(options.site / "fla_h200", options.work / "fla-few-stages", 1)
+    logs, end, wrong, cold = options.work / "logs", begun + options.seconds, {}, COLD
+    left = [job for job in jobs if not record.is_done(options.work / f"{job.name}.json")]
+    for wave in waves_of(left, options.gpus):
+        least = max(job.seconds for job in wave) / LIMIT_FACTOR
+        if end - time.monotonic() <= max(processes.SHORTEST, 0.0 if options.dry_run else least):
+            continue
+        started = []
+        for place, job in enumerate(wave):
+            first = sum(one.processes for one in wave[:place])
+            devices = ",".join(str(first + rank) for rank in range(job.processes))
+            variables = {"CUDA_VISIBLE_DEVICES": devices, **(exact if job.is_exact else {})}
+            limit = DRY_SECONDS if options.dry_run else LIMIT_FACTOR * job.seconds + cold
+            result = options.work / f"{job.name}.json"
+            module, arguments = command_of(job, options, result)
+            started.append(processes.Job(job.name, "ranks", limit, arguments, (result,), variables, module))
+        if wave[0].kind == "kill":
+            wrong |= kill(wave[0], started[0], logs, environment, end)
         else:
-            wrong |= processes.run_jobs([started], 1, end, logs, environment, lambda: None)
-        print(f"{time.monotonic() - begun:5.0f} s  {name}: {wrong.get(name, 'done')}", flush=True)
-    texts = [f"-- {path.name}\n{path.read_text(errors='replace')[-20_000:]}" for path in sorted(logs.glob("*.log"))]
-    (options.out / "ranks.log").write_text("\n".join(texts))
-    print(f"{time.monotonic() - begun:.0f} s; not begun, killed or failed: {wrong}", flush=True)
+            at_once = 1 if options.dry_run else len(wave)
+            wrong |= processes.run_jobs(started, at_once, end, logs, environment, bundle.save)
+        cold = 0.0
+        bundle.save()
+        for job in wave:
+            left.remove(job)
+            print(f"{time.monotonic() - begun:5.0f} s  {job.name}: {wrong.get(job.name, 'done')}", flush=True)
+            if job.name in wrong and (log := logs / f"{job.name}.log").exists():
+                print(log.read_text(errors="replace")[-SHOWN:], flush=True)
+        texts = {path.name: path.read_text(errors="replace")[-20_000:] for path in sorted(logs.glob("*.log"))}
+        (options.out / "ranks.log").write_text("\n".join(f"-- {name}\n{text}" for name, text in texts.items()))
+    print(f"{time.monotonic() - begun:.0f} s; killed or failed: {wrong}", flush=True)
+    print(f"left for a later call: {', '.join(job.name for job in left) or 'nothing'}", flush=True)
     if options.site:
         site.pack_cache(options.out)
     if wrong:
         raise SystemExit(1)
+
+
+def kill(
+    job: Job, started: processes.Job, logs: Path, environment: Mapping[str, str], end: float
+) -> dict[str, str]:  # fmt: skip
+    """Writes what :func:`killed` finds, unless the time was over before it came to a kill; what went wrong."""
+    found = killed(job, started, logs, environment, end)
+    if found["seconds"] is None and found["returncode"] is None:
+        return {job.name: "ended before a process was killed"}
+    record.write(started.results[0], found)
+    failures: dict[str, str] = found["failures"]
+    return failures
 
 
 def killed(job: Job, started: processes.Job, logs: Path, environment: Mapping[str, str], end: float) -> dict[str, Any]:

@@ -14,13 +14,13 @@ import torch
 from transformers import TrainerCallback
 
 from benchmarks.gathering import of_ranks
+from benchmarks.gpu.registry import RUNS
 from benchmarks.ranks.jobs import Step
 from benchmarks.ranks.models import trained
 from benchmarks.ranks.sketches import Sketch, gradient_of, sketch, value_of
 from harts_hf.planner.execution import DUMMY
 from harts_hf.runtime import WindowRun
 
-RUNS = ("score", "backward", "backward_unscored")  # of WindowRun: all of a step's forwards and backwards
 LATE = 2  # the step in which a process is killed
 
 

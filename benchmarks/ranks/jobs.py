@@ -1,7 +1,6 @@
-"""What is run on how many GPUs: jobs, how long each takes, and calls that hold several. Needs no torch."""
+"""What is run on how many GPUs: jobs, how long each takes, which run side by side. Needs no torch."""
 
 import re
-from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
@@ -193,50 +192,58 @@ class Job(NamedTuple):
 
 
 def jobs_for(gpus: int) -> list[Job]:
-    """All that is worth running on so many GPUs, the most important first.
+    """All that is worth running on so many GPUs, the most important first; what proves a row comes before it.
 
     Raises:
         ValueError: other numbers than 2, 4 and 8.
     """
     if gpus not in (2, 4, 8):
         raise ValueError(f"expected 2, 4 or 8 GPUs, got {gpus}")
-    names = [f"parity-{backend}-miniswe1" for backend in ("one-1", f"fsdp2-{gpus}", f"zero3-{gpus}", f"ddp-{gpus}")]
-    names += [f"time-{backend}-{MAIN}" for backend in ("one-1", f"fsdp2-{gpus}", f"zero3-{gpus}")]
-    names += [f"kill-{backend}-{gpus}-miniswe1" for backend in ("fsdp2", "zero3")]
-    names += [f"time-{backend}-tau50" for backend in ("one-1", f"fsdp2-{gpus}", f"zero3-{gpus}")]
-    names += [f"time-ddp-{gpus}-{MAIN}", f"large-zero3-{gpus}-miniswe1", f"large-fsdp2-{gpus}-miniswe1"]
-    names += [f"time-{backend}-{count}-{MAIN}" for count in (4, 2) if count < gpus for backend in ("fsdp2", "zero3")]
-    names += [f"parity16-{backend}-miniswe1" for backend in ("one-1", f"fsdp2-{gpus}", f"zero3-{gpus}", f"ddp-{gpus}")]
-    names += [f"time-{backend}-miniswe4" for backend in ("one-1", f"fsdp2-{gpus}")]
-    names += [f"stock-ddp-{gpus}-miniswe4", f"time-fsdp2-kept-{gpus}-{MAIN}", f"parity-fsdp2-kept-{gpus}-miniswe1"]
-    for count in (4, 2):
-        names += [f"parity-{backend}-{count}-miniswe1" for backend in ("fsdp2", "zero3") if count < gpus]
-    return list(map(Job.parse, names))
+    several = [f"fsdp2-{gpus}", f"zero3-{gpus}"]
+    names = [f"parity-{backend}-miniswe1" for backend in ("one-1", *several)]
+    names += [f"time-{backend}-{MAIN}" for backend in ("one-1", *several)]
+    names += [f"kill-{backend}-miniswe1" for backend in several]
+    names += [f"parity16-{backend}-miniswe1" for backend in ("one-1", *several)]
+    names += [f"large-{backend}-miniswe1" for backend in reversed(several)]
+    names += [f"time-{backend}-tau50" for backend in ("one-1", *several)]
+    for kind, workload in (("parity", "miniswe1"), ("time", MAIN)):
+        names += [f"{kind}-{backend}-{count}-{workload}" for count in (4, 2) if count < gpus
+                  for backend in ("fsdp2", "zero3")]  # fmt: skip
+    for backend in (f"ddp-{gpus}", f"fsdp2-kept-{gpus}"):
+        names += [f"parity-{backend}-miniswe1", f"time-{backend}-{MAIN}"]
+    names += [f"parity16-ddp-{gpus}-miniswe1", "time-one-1-miniswe4", f"time-fsdp2-{gpus}-miniswe4"]
+    return list(map(Job.parse, [*names, f"stock-ddp-{gpus}-miniswe4"]))
 
 
-def calls_of(jobs: list[Job], seconds: float = CALL_SECONDS) -> Iterator[list[Job]]:
-    """Jobs in their order, as many to a call as its time takes; a job that is longer than a call is one by itself."""
-    call: list[Job] = []
-    for job in jobs:
-        if call and sum(one.seconds for one in call) + job.seconds > seconds:
-            yield call
-            call = []
-        call.append(job)
-    if call:
-        yield call
+def waves_of(jobs: list[Job], gpus: int) -> list[list[Job]]:
+    """Jobs that run side by side, each on GPUs of its own: the first that is left and all later ones that find room.
+
+    A job that kills one of its processes is alone.
+    """
+    left, waves = list(jobs), []
+    while left:
+        wave = [left.pop(0)]
+        if wave[0].kind != "kill":
+            for job in list(left):
+                if job.kind != "kill" and job.processes + sum(one.processes for one in wave) <= gpus:
+                    left.remove(job)
+                    wave.append(job)
+        waves.append(wave)
+    return waves
 
 
 def text_of(gpus: int, seconds: float = CALL_SECONDS) -> str:
-    """The calls for so many GPUs, in words."""
-    lines = [
-        f"# {gpus} GPUs. The most important calls come first; each goes on where an earlier one of this commit ended.",
+    """The jobs for so many GPUs in the order in which a call runs them, in words."""
+    lines, about = [], 0.0
+    for wave in waves_of(jobs_for(gpus), gpus):
+        about += max(job.seconds for job in wave)
+        lines.append(f"# until {ceil(about):5,} s, call {ceil(about / seconds)}:")
+        lines += [f"#   {job.seconds:5.0f} s  {job.name}: {KINDS[job.kind]}" for job in wave]
+    return "\n".join([
+        f"# {gpus} GPUs, the most important first; what finds room runs side by side, each on GPUs of its own.",
+        f"# A call ends after {seconds:.0f} s; the same call again goes on where one of this commit ended.",
         "# Estimates are from one H200's speeds: none of these jobs has run on GPUs yet (docs/ranks.md).",
-    ]
-    for number, call in enumerate(calls_of(jobs_for(gpus), seconds), 1):
-        about = sum(job.seconds for job in call)
-        lines += [f"\n# {number}: about {ceil(about):,} s"]
-        lines += [f"#   {job.seconds:5.0f} s  {job.name}: {KINDS[job.kind]}" for job in call]
-        names = " ".join(job.name for job in call)
-        lines += [f"python -m benchmarks.ranks call --gpus {gpus} --shapes SHAPES --out OUT {names}"]
-    lines += ["\npython -m benchmarks.ranks record OUT/*.json"]
-    return "\n".join(lines)
+        *lines,
+        f"python -m benchmarks.ranks call --gpus {gpus} --shapes SHAPES --out OUT",
+        "python -m benchmarks.ranks record OUT/ranks_jobs.json",
+    ])  # fmt: skip

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.gpu.registry import SEED, STEP_MODELS, TINY
-from benchmarks.update.models import DRY_EXPERTS
+from benchmarks.gpu.registry import DRY_EXPERTS, SEED, STEP_MODELS, TINY
 
 NAME, LAYER = "ling-3.0-tiny", "BailingHybridDecoderLayer"
 FLASH = "ling-3.0-flash"  # Transformers' default configuration of bailing_hybrid is this model's

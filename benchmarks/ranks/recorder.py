@@ -4,21 +4,23 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.record import RESULTS, read, write
+from benchmarks.gpu.record import parts_in, read, write
+from benchmarks.ranks.jobs import Job, jobs_for
 from benchmarks.ranks.judging import judged
 
-RECORD = RESULTS / "ranks_h200.json"
 KINDS = ("rows", "parity", "killed", "large", "fit")
 
 
-def merged(old: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The record with what was found: each job as measured last. Rows of ``python -m benchmarks.gpu run ranks`` are
-    beside it, under ``rows``; what this makes is under ``jobs``.
+def merged(old: dict[str, Any], parts: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """The record with what was found, and what of it is left out, in words.
+
+    Each job as measured last, under ``jobs``; ``rows`` beside it are those of an earlier benchmark of two H200s
+    (docs/gpu.md).
 
     Raises:
-        SystemExit: what :func:`benchmarks.ranks.judging.judged` refuses; parts of several devices.
+        SystemExit: what :func:`benchmarks.ranks.judging.judged` refuses; another device than the record's, or several.
     """
-    devices = {part["device"] for part in parts if "device" in part}
+    devices = {part["device"] for part in (old, *parts) if "device" in part}
     if len(devices) > 1:
         raise SystemExit(f"expected results of one kind of device, got {', '.join(sorted(devices))}")
     new = judged(parts)
@@ -26,21 +28,30 @@ def merged(old: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
     for kind in KINDS:
         by_name = {row["job"]: row for row in (*jobs.get(kind, ()), *new[kind])}
         jobs = {**jobs, kind: list(by_name.values())}
-    return {**old, "device": devices.pop() if devices else old.get("device"), "jobs": jobs}
+    return {**old, "device": next(iter(devices), None), "jobs": jobs}, new["left_out"]
 
 
 def main(options: argparse.Namespace) -> None:
     """Merges, writes, prints and draws."""
-    parts = [read(path) for path in options.parts]
-    parts = [part for part in parts if part.get("job")]  # not a record of another command
-    if not parts:
-        raise SystemExit("expected result files of jobs, got none")
-    result = merged(read(options.record) if options.record.exists() else {}, parts)
+    parts = [part for path in options.parts for part in parts_in(path)]
+    if not parts or not all("job" in part for part in parts):
+        raise SystemExit("expected result files of jobs, got none, or others")
+    result, left_out = merged(read(options.record) if options.record.exists() else {}, parts)
     write(options.record, result)
-    print(table_of(result["jobs"]))
+    print("\n".join([table_of(result["jobs"]), *(f"left out: {words}" for words in left_out)]))
+    print(f"not measured: {', '.join(missing_in(result['jobs'])) or 'nothing'}")
     drawn = [row for row in result["jobs"]["rows"] if "scaling" in row]
     if drawn:
         draw(drawn, options.record.with_name(f"{options.record.stem}_scaling.png"), result["device"])
+
+
+def missing_in(jobs: dict[str, Any]) -> list[str]:
+    """What `plan` prints for the largest number of processes in the record, and the record has not."""
+    there = {row["job"] for kind in KINDS for row in jobs[kind]}
+    most = max((Job.parse(name).processes for name in there if not name.startswith("fit-")), default=1)
+    planned = jobs_for(most) if most > 1 else []
+    compared = {job.name for job in planned if job.kind.startswith("parity") and job.backend == "one"}  # within others
+    return [job.name for job in planned if job.name not in there | compared]
 
 
 def table_of(jobs: dict[str, Any]) -> str:
@@ -53,7 +64,7 @@ def table_of(jobs: dict[str, Any]) -> str:
             f"{row['seconds']:8.3f}", f"{row['speedup']:8.2f}x" if "speedup" in row else f"{'':9}",
             f"{row['scaling']:8.3f}" if "scaling" in row else f"{'':8}", f"{row['lost']:6.1%}",
             f"{row['planner_share']:8.2%}", f"{row['exchanged_bytes'] / 1e6:12.2f}",
-            f"{max(row['peak_memory']) / 1e9:9.1f}",
+            f"{min(row['peak_memory']) / 1e9:9.1f} to {max(row['peak_memory']) / 1e9:.1f}",
         ]  # fmt: skip
         lines.append(f"{row['job']:30}" + " ".join(cells))
         missed = [name for name, met in row.get("bars", {}).items() if not met]

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PrinterCallback
 from trl import GRPOTrainer
 
-from benchmarks.gpu.ranks.backends import WRAPPERS, allow_fsdp_on_cpu, backend_options
+from benchmarks.ranks.backends import WRAPPERS, allow_fsdp_on_cpu, backend_options
 from benchmarks.ranks.clock import Steps
 from benchmarks.ranks.rows import part_of
 from harts_hf.bench.rollouts import StepRollouts

@@ -1,7 +1,9 @@
 """One process of a job: run by torchrun or accelerate launch, or alone; rank 0 writes the result after each step."""
 
 import argparse
+import faulthandler
 import os
+import signal
 import sys
 import warnings
 from typing import Any
@@ -53,6 +55,7 @@ def main(options: argparse.Namespace) -> None:
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     if world != job.processes:
         raise SystemExit(f"expected {job.processes} processes for {job.name} (torchrun starts them), got {world}")
+    faulthandler.register(signal.SIGUSR1)  # into the log: where a job was when its time was over
     warnings.simplefilter("ignore", FutureWarning)
     torch.manual_seed(SEED)
     if dry:

@@ -5,13 +5,18 @@ from typing import Any
 
 import torch
 
-from harts_hf.bench.parity import ROUNDED, judge
-from harts_hf.bench.report import total_of
-from harts_hf.bench.sides import COLLAPSED, PACKED, STOCK, TREE
+from harts_hf.bench.parity import ROUNDED, judge, judge_whole
+from harts_hf.bench.report import bounds_of, total_of
+from harts_hf.bench.sides import COLLAPSED, PACKED, STOCK, STOCK_KINDS, TREE
 
 
 def merge(parts: Sequence[dict[str, Any]], old: dict[str, Any]) -> dict[str, Any]:
     """Steps of several calls, each as measured last, and a total of each workload and variant in front of them.
+
+    Without any call the record is judged, restated and added up anew.
+
+    Stock trainers take long: where a step was measured again without them, they stay as they were measured, with their
+    commit and the verdict of that time.
 
     Raises:
         SystemExit: a step whose parity check fails.
@@ -20,26 +25,28 @@ def merge(parts: Sequence[dict[str, Any]], old: dict[str, Any]) -> dict[str, Any
     steps = {tuple(row[name] for name in names): row for row in old.get("rows", ()) if "step" in row}
     planted = dict(old.get("planted", {}))
     for part in parts:
-        for row in part["rows"]:
-            steps[tuple(row[name] for name in names)] = {**row, "commit": row.get("commit", part["commit"])}
+        for row in (row for row in part["rows"] if "step" in row):  # a record has totals, too
+            key = tuple(row[name] for name in names)
+            steps[key] = with_stock_of(steps.get(key), {**row, "commit": row.get("commit", part["commit"])})
         planted |= part.get("planted", {})
     for key, row in steps.items():
         steps[key] = judged_again(row, [one["parity"] for other, one in steps.items() if other[0] == key[0]])
-        if not steps[key]["parity"]["passed"]:
-            raise SystemExit(f"refused: {row['workload']} {row['step']}: {steps[key]['parity']['failures']}")
+        for one in (steps[key], row.get("stock_of", {"parity": {"passed": True}})):
+            if not one["parity"]["passed"]:
+                raise SystemExit(f"refused: {row['workload']} {row['step']}: {one['parity']['failures']}")
     by_model: dict[str, dict[str, float]] = {}
     for (model, *_), row in steps.items():  # the one step whose baseline was tried in several sizes
         if len(row["sides"].get(PACKED, {}).get("tried", ())) > 1 and row.get("microbatch_seconds", {}).get(PACKED):
             by_model[model] = row["microbatch_seconds"]
     by_workload: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for (model, workload, _, variant), row in sorted(steps.items(), key=lambda item: str(item[0])):
-        own = restated(row, by_model.get(model, {}))
+        own = with_bounds(restated(row, by_model.get(model, {})))
         by_workload.setdefault((model, workload, variant), []).append(own)
     totals = [
         {**total_of(rows), "variant": variant, "commits": sorted({row["commit"] for row in rows})}
         for (_, _, variant), rows in by_workload.items()
     ]
-    last = parts[-1]
+    last = parts[-1] if parts else old
     return {
         "device": last["device"],
         "versions": last["versions"],
@@ -47,6 +54,21 @@ def merge(parts: Sequence[dict[str, Any]], old: dict[str, Any]) -> dict[str, Any
         "failures": {key: value for part in parts for key, value in part["failures"].items()},
         "planted": planted,
         "rows": [*totals, *(row for rows in by_workload.values() for row in rows)],
+    }
+
+
+def with_stock_of(before: Mapping[str, Any] | None, row: dict[str, Any]) -> dict[str, Any]:
+    """A step with the stock trainers of an earlier measurement of it, if it has none of its own."""
+    stock = {} if before is None else {k: side for k, side in before["sides"].items() if k in STOCK_KINDS}
+    if before is None or not stock or set(stock) & set(row["sides"]):
+        return row
+    kept = {name: before[name] for name in ("stock_seconds", "stock_peak_memory")}
+    return {
+        **row,
+        **kept,
+        "speedup_stock": kept["stock_seconds"] / row["seconds"],
+        "stock_of": before.get("stock_of", {name: before[name] for name in ("commit", "parity")}),
+        "sides": {**stock, **row["sides"]},
     }
 
 
@@ -68,8 +90,15 @@ def judged_again(row: dict[str, Any], parities: Sequence[Mapping[str, Any]]) -> 
     if not any(name.startswith(PACKED) for name in from_packed) and halves:
         from_packed[f"{PACKED} of another step"] = lent["sharing"] = min(halves)
     limits, failures = judge(
-        differences, from_packed, parity["flips"], torch.bfloat16, reference=parity["reference"]
+        differences, from_packed, parity["flips"], torch.bfloat16, reference=parity["reference"],
+        scales=parity.get("scales_from_packed"),
     )  # fmt: skip
+    logs = {
+        side["setting"]: side["log"]
+        for kind, side in row["sides"].items()
+        if kind not in STOCK_KINDS and "log" in side and side["rows_per_batch"] == row["sides"][TREE]["rows_per_batch"]
+    }
+    failures += judge_whole(logs, torch.bfloat16)
     found = {**parity, "limits": limits, "failures": failures, "passed": not failures}
     return {**row, "parity": {**found, "lent": lent} if lent else found}
 
@@ -101,3 +130,11 @@ def restated(row: dict[str, Any], microbatch_seconds: Mapping[str, float]) -> di
             f"efficiency{suffix}": total / row["seconds"],
         }
     return found
+
+
+def with_bounds(row: dict[str, Any]) -> dict[str, Any]:
+    """With the ideals if no microbatch had a constant, which are of the ideals that were restated."""
+    for kind, suffix in ((PACKED, ""), (COLLAPSED, f"_{COLLAPSED}")):
+        if f"ideal_seconds{suffix}" in row:
+            row = {**row, **bounds_of(row, kind, suffix)}
+    return row

@@ -4,21 +4,19 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.gpu.registry import STEP_MODELS, TINY
+from benchmarks.gpu.registry import DRY_EXPERTS, PERIOD_OF_4, STEP_MODELS, TINY
 
 DRY_LAYERS = 4
-_PERIOD_OF_4 = ["linear_attention"] * 3 + ["full_attention"]
 MODELS = {
     **STEP_MODELS,
     "qwen3.5-moe-8b": ("qwen3_5_moe_text", {
         "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1, "vocab_size": 248320, "hidden_size": 2048,
-        "num_hidden_layers": 20, "layer_types": _PERIOD_OF_4 * 5, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "num_hidden_layers": 20, "layer_types": PERIOD_OF_4 * 5, "num_attention_heads": 16, "num_key_value_heads": 2,
         "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
         "linear_value_head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 384,
         "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.0,
     }),
 }  # fmt: skip
-DRY_EXPERTS = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
 
 
 def build(name: str, *, dry: bool, layers: int | None = None) -> nn.Module:

@@ -28,7 +28,7 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {
-    "miniswe_b_drop": Workload(1, unshared=(0, 1, 4, 5, 14), stock=(0, 14)),
+    "miniswe_b_drop": Workload(1, unshared=(0, 1, 2, 4, 5, 9, 14, 15, 17), stock=(0, 14)),
     "tau_airline_b": Workload(1, unshared=(0, 1), collapsed=True),
     "nemo_qwen3think_b_drop": Workload(1),
     "tot_game24": Workload(3, unshared=(0, 1), collapsed=True),
@@ -36,7 +36,8 @@ WORKLOADS = {
     "anyswe_a": Workload(2),
     "tau_airline_a": Workload(3, unshared=(0, 1)),
 }
-# Beside the plain step: SGD, full parameters, recorded labels, no old log-probs.
+# Beside the plain step: SGD, full parameters, recorded labels, no old log-probs, as many groups as the workload says;
+# "groups" is how many times as many.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "old-log-probs": {"old_log_probs": True},
@@ -45,6 +46,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all-labels": {"labels": "all"},
     "skewed": {"skew": 1.0},
     "kept": {"checkpointing": False},
+    "two": {"groups": 2},
+    "three": {"groups": 3},
 }
 
 
@@ -84,9 +87,10 @@ def _pruned(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def steps_in(shapes: Path, name: str, *, dry: bool) -> list[list[RolloutGroup]]:
-    """The groups of each step of a workload; if ``dry``, one to a step."""
-    return steps_of(groups_of(shapes, name, dry=dry), 1 if dry else WORKLOADS[name].groups_per_step)
+def steps_in(shapes: Path, name: str, *, dry: bool, variant: str = "plain") -> list[list[RolloutGroup]]:
+    """The groups of each step of a workload in a variant; if ``dry``, of one group for the workload's own number."""
+    own = 1 if dry else WORKLOADS[name].groups_per_step
+    return steps_of(groups_of(shapes, name, dry=dry), own * VARIANTS[variant].get("groups", 1))
 
 
 class Task(NamedTuple):
@@ -107,7 +111,7 @@ def tasks_of(words: Sequence[str], shapes: Path, *, dry: bool) -> list[Task]:
             raise SystemExit(f"expected a variant of {', '.join(VARIANTS)}, got {variant!r}")
         if name not in WORKLOADS:
             raise SystemExit(f"expected a workload of {', '.join(WORKLOADS)}, got {name!r}")
-        count = len(steps_in(shapes, name, dry=dry))
+        count = len(steps_in(shapes, name, dry=dry, variant=variant or "plain"))
         first, _, last = steps.partition("-")
         chosen = range(int(first), int(last or first) + 1) if steps else range(count)
         if chosen and not 0 <= chosen[0] <= chosen[-1] < count:

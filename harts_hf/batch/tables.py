@@ -6,7 +6,8 @@ rows, then the ``N`` own ones), so a kernel is given the concatenated tensor and
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -184,7 +185,6 @@ class LinearTables(Tables):
     slot_rows: IntArray
     row_slots: IntArray
     num_read: int
-    _made: dict[str, GatherIndex] = field(default_factory=dict)
 
     @property
     def num_nodes(self) -> int:
@@ -196,20 +196,17 @@ class LinearTables(Tables):
         """N."""
         return len(self.row_slots)
 
-    @property
+    # On a GPU nobody asks for these two: kernels there read packed chains. They are no fields: `dataclasses.replace`
+    # does not take along what was made of these tables.
+    @cached_property
     def gather(self) -> GatherIndex:
         """``M * C`` positions over the ``E + N`` rows, as :attr:`slot_rows` has them."""
-        return self._gather("gather", self.slot_rows, self.num_read)
+        return GatherIndex.build(self.slot_rows, self.num_read).to(self.parent.device)
 
-    @property
+    @cached_property
     def output(self) -> GatherIndex:
         """``N`` positions over ``M * C``, as :attr:`row_slots` has them."""
-        return self._gather("output", self.row_slots, self.num_nodes * self.chunk_size)
-
-    def _gather(self, name: str, index: IntArray, num_rows: int) -> GatherIndex:
-        if name not in self._made:  # on a GPU nobody asks: kernels there read packed chains
-            self._made[name] = GatherIndex.build(index, num_rows).to(self.parent.device)
-        return self._made[name]
+        return GatherIndex.build(self.row_slots, self.num_nodes * self.chunk_size).to(self.parent.device)
 
     @classmethod
     def build(cls, chunks: ChunkTree, own_rows: IntArray, entry_keys: IntArray | None = None) -> "LinearTables":

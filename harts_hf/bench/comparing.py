@@ -6,10 +6,10 @@ little in common. There all sides are told which experts to take (:mod:`harts_hf
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from harts_hf.bench import sides
 from harts_hf.bench.parity import (
@@ -19,13 +19,15 @@ from harts_hf.bench.parity import (
     differences_of,
     judge,
     relative_difference,
+    scale_off,
     sketch_gradients,
 )
 from harts_hf.bench.rollouts import StepRollouts
 from harts_hf.bench.same_routes import ReplayInStock, RoundedAgain, record_routes
-from harts_hf.bench.sides import PACKED, TREE, Setting, Side, build_side
+from harts_hf.bench.sides import COLLAPSED, PACKED, TREE, BenchStep, Setting, Side, build_side, rows_at_once
 from harts_hf.modeling import find_routers
-from harts_hf.trainers import TreeGRPOConfig
+from harts_hf.trainers.slicing import depends_on_slices
+from harts_hf.trainers.weighing import trained
 
 SMALLEST = 64  # tokens of a microbatch
 _FLIPS = "tree/engine_routing_flips"
@@ -35,28 +37,19 @@ class Comparison:
     """Steps of all sides on the same rows and weights.
 
     Args:
-        model: unpatched, on its device.
-        rollouts: that are compared.
-        args: of all sides.
-        tokenizer: of the trainers.
-        optimizer: as for :func:`harts_hf.bench.sides.build_side`.
-        old_log_probs: whether TRL scores old log-probs in each step.
+        step: that is compared.
+        own_routes: whether mixtures of experts are also compared with routers that choose for themselves.
         progress: is told what is done at the moment.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        rollouts: StepRollouts,
-        args: TreeGRPOConfig,
-        tokenizer: Any,
+        step: BenchStep,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
-        old_log_probs: bool = False,
+        own_routes: bool = True,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.model, self.rollouts, self.args, self.tokenizer = model, rollouts, args, tokenizer
-        self.optimizer, self.old_log_probs, self.progress = optimizer, old_log_probs, progress
+        self.step, self.own_routes, self.progress = step, own_routes, progress
 
     def verdict(self, chosen: Sequence[Setting], budget: int, dtype: torch.dtype) -> Parity:
         """The verdict.
@@ -66,38 +59,41 @@ class Comparison:
             budget: of a microbatch of this package's sides that are not.
             dtype: that the model computes in.
         """
-        settings = settings_compared(chosen, self.rollouts, budget)
-        known = self.rollouts
+        in_rows = depends_on_slices(self.step.args) is not None
+        known = self.step.rollouts
+        settings = settings_compared(chosen, known, budget, in_rows=in_rows)
         own: dict[str, dict[str, float]] = {}
-        if find_routers(self.model):
+        if find_routers(self.step.model):
             tree = next(setting for setting in settings if setting.kind == TREE)
-            once = list({setting.kind: setting for setting in reversed(settings)}.values())[::-1]
-            free = {setting.label: self._step(setting, self.rollouts)[0] for setting in once}
-            own = differences_of(free, once[0].label)
+            if self.own_routes:
+                kinds = {one.kind: one for one in reversed(settings) if one.kind in (PACKED, TREE)}
+                once = list(dict.fromkeys([settings[0], *reversed(kinds.values())]))
+                free = {setting.label: self._step(setting, known)[0] for setting in once}
+                own = differences_of(free, once[0].label)
             self.progress("noting routes")
-            known = record_routes(
-                self.model, self.rollouts, self.args, self.tokenizer, size=tree.size, optimizer=self.optimizer
-            )
+            known = record_routes(self.step, size=tree.size)
         results: dict[str, StepResult] = {}
         flips: dict[str, float] = {}
         for setting in settings:
             results[setting.label], part = self._step(setting, known)
             flips |= {} if part is None else {setting.label: part}
-            if setting.kind in sides.STOCK_KINDS:
+            if setting is settings[0] and setting.kind in sides.STOCK_KINDS:
                 results[setting.label + ROUNDED], _ = self._step(setting, known, rounded=True)
         packed = results[next(setting.label for setting in settings if setting.kind == PACKED)]
         from_packed = {
             name: relative_difference(result.sketch, packed.sketch)
             for name, result in results.items()
-            if name.startswith((PACKED, TREE)) and result is not packed
+            if name.startswith((PACKED, COLLAPSED, TREE)) and result is not packed
         }
+        scales = {name: scale_off(results[name].sketch, packed.sketch) for name in from_packed}
         reference = settings[0].label
         differences = differences_of(results, reference)
-        limits, failures = judge(differences, from_packed, flips, dtype, reference=reference)
+        limits, failures = judge(differences, from_packed, flips, dtype, reference=reference, scales=scales)
         return Parity(
             reference=reference, differences=differences, from_packed=from_packed, limits=limits, failures=failures,
             tokens=known.num_tokens, trajectories=len(known.token_ids),
             routes="own" if known.routes is None else "same", flips=flips, own_routes=own,
+            scales_from_packed=scales,
         )  # fmt: skip
 
     def _step(
@@ -107,10 +103,7 @@ class Comparison:
         routes = rollouts.routes
         on = "" if routes is None else " on the same routes"
         self.progress(f"comparing {setting.label}{ROUNDED * rounded}{on}")
-        side = build_side(
-            setting, self.model, rollouts, self.args, self.tokenizer, optimizer=self.optimizer,
-            old_log_probs=self.old_log_probs,
-        )  # fmt: skip
+        side = build_side(setting, replace(self.step, rollouts=rollouts))
         # On a copy of the modules that is dropped with the side.
         replay = None
         if routes is not None and setting.kind in sides.STOCK_KINDS:
@@ -124,27 +117,71 @@ class Comparison:
         return result, flips
 
 
+def kinds_compared(kinds: Sequence[str], *, routed: bool, own_routes: bool = True) -> list[str]:
+    """Of each step that a verdict takes, at most, the kind of the side that makes it.
+
+    Args:
+        kinds: that are timed.
+        routed: whether the model is a mixture of experts.
+        own_routes: as for :class:`Comparison`.
+    """
+    stock = [kind for kind in sides.STOCK_KINDS if kind in kinds]
+    # Stock TRL is also rounded again, without sharing and the tree are cut in half.
+    found = [*stock, *stock[:1], PACKED, PACKED, TREE, TREE, *(kind for kind in kinds if kind == COLLAPSED)]
+    if routed:
+        found += [*([*stock[:1], PACKED, TREE] if own_routes else []), TREE]  # the last notes the routes
+    return found
+
+
 def compared_step(side: Side) -> StepResult:
     """One step, and what it came to."""
     sketches: list[dict[str, torch.Tensor]] = []
-    side.clock.on_gradients = lambda: sketches.append(sketch_gradients(side.trainer.model))
+    entropies: list[float] = []
+
+    def looked() -> None:
+        sketches.append(sketch_gradients(side.trainer.model))
+        entropies.append(entropy_of(side.trainer))
+
+    side.clock.on_gradients = looked
     try:
         log = side.step()
     finally:
         side.clock.on_gradients = None
-    return StepResult(sketch=sketches[0], grad_norm=log.get("grad_norm"), loss=log["loss"], entropy=log["entropy"])
+    norm, most = log.get("grad_norm"), side.trainer.args.max_grad_norm
+    # Clipped to one norm, gradients of different scales would be equal; undone here, clipping is compared, too.
+    clipped_by = max(1.0, norm / most) if norm is not None and most else 1.0
+    sketch = {name: values * clipped_by for name, values in sketches[0].items()}
+    return StepResult(sketch=sketch, grad_norm=norm, loss=log["loss"], entropy=entropies[0])
 
 
-def settings_compared(chosen: Sequence[Setting], rollouts: StepRollouts, budget: int) -> list[Setting]:
-    """Stock TRL if it was chosen; without padding, and the tree, in one microbatch or few and in half as large ones.
+def entropy_of(trainer: Any) -> float:
+    """Mean entropy of a step's trained tokens, before it is logged: TRL logs the mean of its batches' means."""
+    means = trainer._metrics["train"]["entropy"]
+    tokens = [float(trained(batch).sum()) for batch in trainer._buffered_inputs]
+    return sum(mean * count for mean, count in zip(means, tokens, strict=True)) / sum(tokens)
 
-    TRL's means over a batch's rows depend on which rows are in it, and rows that fill a batch up change the
-    advantages' scale, so stock trainers are compared in batches of one row.
+
+def settings_compared(
+    chosen: Sequence[Setting], rollouts: StepRollouts, budget: int, *, in_rows: bool = False
+) -> list[Setting]:
+    """Every side that was chosen; without padding, and the tree, in one microbatch or few and in half as large ones.
+
+    Rows that fill a batch up change the advantages' scale, so stock trainers are compared in batches of one row, the
+    others in one batch.
+
+    Args:
+        chosen: what is timed.
+        rollouts: that are compared.
+        budget: of a microbatch of this package's sides that are not timed.
+        in_rows: whether all are compared in batches of one row, since the loss depends on which rows are in one.
     """
     size_of = {setting.kind: setting.size for setting in chosen}
-    stock = [Setting(kind=kind, size=1) for kind in sides.STOCK_KINDS if kind in size_of][:1]
+    stock = [Setting(kind=kind, size=1) for kind in sides.STOCK_KINDS if kind in size_of]
     found = []
-    for kind, rows in ((PACKED, rollouts.num_tokens), (TREE, rollouts.tree.num_tokens)):
-        size = max(SMALLEST, min(size_of.get(kind, budget), rows))
-        found += [Setting(kind=kind, size=size), Setting(kind=kind, size=max(SMALLEST, size // 2))]
+    batch = 1 if in_rows or rows_at_once(rollouts) < len(rollouts.token_ids) else None
+    for kind, tokens in ((PACKED, rollouts.num_tokens), (TREE, rollouts.tree.num_tokens)):
+        size = max(SMALLEST, min(size_of.get(kind, budget), tokens))
+        found += [Setting(kind=kind, size=one, rows=batch) for one in (size, max(SMALLEST, size // 2))]
+    if COLLAPSED in size_of:
+        found.append(replace(found[0], kind=COLLAPSED))
     return [*stock, *dict.fromkeys(found)]

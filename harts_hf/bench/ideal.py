@@ -96,6 +96,22 @@ def ideal_step(
     return Ideal(seconds=seconds, ratios=ratios)
 
 
+def all_divided(seconds: Mapping[str, float], ratio: float, microbatches: int, tree_microbatches: int) -> float:
+    """The ideal's seconds if no microbatch had a constant.
+
+    The constant is a rough one: a microbatch that fills a GPU hides launches that a smaller one waits for. The ideal
+    with it asks for too little, this one for too much of a step whose rows do not fill the GPU.
+
+    Args:
+        seconds: of an :class:`Ideal`, by part.
+        ratio: of rows.
+        microbatches: of the baseline.
+        tree_microbatches: of the tree.
+    """
+    constants = seconds["microbatches"] / tree_microbatches * microbatches
+    return sum(seconds.values()) - seconds["microbatches"] + constants / ratio
+
+
 def microbatch_constant(microbatches: Sequence[int], seconds: Sequence[float]) -> float:
     """Seconds of a microbatch whatever its rows, from one work that was cut differently; 0 if that cannot be told.
 

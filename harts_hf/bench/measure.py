@@ -2,39 +2,28 @@
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch import nn
 
 from harts_hf.bench import sides
 from harts_hf.bench.clipping import Clipping, measure_clipping
 from harts_hf.bench.collapsing import collapse
 from harts_hf.bench.comparing import Comparison
 from harts_hf.bench.ideal import Ideal, Work, ideal_step, microbatch_constant
-from harts_hf.bench.parity import Parity
+from harts_hf.bench.parity import Parity, judge_whole
 from harts_hf.bench.results import BASELINES, BenchOptions, StepMeasured, Timed
-from harts_hf.bench.rollouts import StepRollouts
-from harts_hf.bench.sides import COLLAPSED, PACKED, TREE, Setting, Side, build_side
+from harts_hf.bench.sides import COLLAPSED, PACKED, TREE, BenchStep, Setting, Side, build_side
 from harts_hf.bench.stages import StageClock
-from harts_hf.trainers import TreeGRPOConfig
 
 
 def measure_step(
-    model: nn.Module,
-    rollouts: StepRollouts,
-    args: TreeGRPOConfig,
-    tokenizer: Any,
-    options: BenchOptions,
-    progress: Callable[[str], None] = lambda text: None,
+    step: BenchStep, options: BenchOptions, progress: Callable[[str], None] = lambda text: None
 ) -> StepMeasured:
     """Tries every side's settings, takes the fastest of each, and times these in turns.
 
     Args:
-        model: unpatched, on its device; its parameters stay as they are.
-        rollouts: of the step.
-        args: of all trainers: :func:`harts_hf.bench.sides.common_arguments`.
-        tokenizer: of the trainers.
+        step: what all trainers train; the model's parameters stay as they are.
         options: what is measured.
         progress: is told what is done at the moment.
 
@@ -42,23 +31,15 @@ def measure_step(
         ValueError, UnsupportedModelError: what the tree trainer refuses; no setting of the tree, or of any baseline,
             that runs.
     """
-    return _Bench(model, rollouts, args, tokenizer, options, progress).run()
+    return _Bench(step, options, progress).run()
 
 
 class _Bench:
-    def __init__(
-        self,
-        model: nn.Module,
-        rollouts: StepRollouts,
-        args: TreeGRPOConfig,
-        tokenizer: Any,
-        options: BenchOptions,
-        progress: Callable[[str], None],
-    ) -> None:
-        self.model, self.rollouts, self.args, self.tokenizer = model, rollouts, args, tokenizer
-        self.options, self.progress = options, progress
-        self.device = next(model.parameters()).device
-        self.optimizer: Any = None
+    def __init__(self, step: BenchStep, options: BenchOptions, progress: Callable[[str], None]) -> None:
+        self.step, self.options, self.progress = step, options, progress
+        parameter = next(step.model.parameters())
+        self.device = parameter.device
+        self._dtype = torch.bfloat16 if step.args.bf16 else parameter.dtype
         self.chosen: dict[str, Side] = {}
         self.timed: dict[str, Timed] = {}
         self.failures: dict[str, str] = {}
@@ -66,6 +47,8 @@ class _Bench:
         self.decision = ""
 
     def run(self) -> StepMeasured:
+        # What the tree refuses, before stock trainers have run for minutes; the smallest size, since that is refused.
+        build_side(self.options.settings(TREE, self.step.rollouts)[0], self.step)
         for kind in (kind for kind in sides.KINDS if kind in self.options.kinds):
             self._choose(kind)
         needed = [[TREE]]
@@ -84,24 +67,34 @@ class _Bench:
                     if not done or (len(done) < wanted and sum(done) < self.options.seconds_per_side):
                         self.progress(f"step {number + 1} of {self.options.steps}: {side.setting.label}")
                         self._time(side, self.timed[kind])
+            parity = replace(parity, failures=[*parity.failures, *self._whole_steps()])
+            goes_on = parity.passed or self.options.times_anyway
+            if not goes_on:
+                for timed in self.timed.values():
+                    timed.seconds, timed.phases_of_steps = [], []
         clippings = self._clippings()
         ideals = self._ideals() if goes_on and self.options.stages else {}
         return StepMeasured(
-            rollouts=self.rollouts, sides=self.timed, failures=self.failures, parity=parity, ideals=ideals,
+            rollouts=self.step.rollouts, sides=self.timed, failures=self.failures, parity=parity, ideals=ideals,
             microbatch_seconds=self.microbatch_seconds, clippings=clippings, decision=self.decision,
         )  # fmt: skip
 
     def _parity(self) -> Parity:
-        dtype = torch.bfloat16 if self.args.bf16 else next(self.model.parameters()).dtype
-        comparison = Comparison(
-            self.model, self.rollouts.part(self.options.parity_tokens), self.args, self.tokenizer,
-            optimizer=self.optimizer, old_log_probs=self.options.old_log_probs, progress=self.progress,
-        )  # fmt: skip
-        return comparison.verdict([side.setting for side in self.chosen.values()], max(self.options.budgets), dtype)
+        part = replace(self.step, rollouts=self.step.rollouts.part(self.options.parity_tokens))
+        comparison = Comparison(part, own_routes=self.options.own_routes, progress=self.progress)
+        chosen = [side.setting for side in self.chosen.values()]
+        return comparison.verdict(chosen, max(self.options.budgets), self._dtype)
+
+    def _whole_steps(self) -> list[str]:
+        """What timed steps say of one another: the comparison before them may be of a part of the trajectories."""
+        rows = self.timed[TREE].rows_per_batch  # means of other batches are others
+        alike = [timed for kind, timed in self.timed.items() if kind not in sides.STOCK_KINDS]
+        logs = {timed.setting.label: timed.log for timed in alike if timed.rows_per_batch == rows}
+        return judge_whole(logs, self._dtype)
 
     def _choose(self, kind: str) -> None:
         """The fastest setting of a kind, by one step after a first that compiles."""
-        settings = self.options.settings(kind, self.rollouts)
+        settings = self.options.settings(kind, self.step.rollouts)
         timed, best = None, float("inf")
         for setting in settings:
             timed = timed or Timed(setting=setting)
@@ -116,6 +109,7 @@ class _Bench:
             self._collect()
             if seconds < best:
                 best, timed.setting, self.chosen[kind] = seconds, setting, side
+                timed.rows_per_batch = side.rows_per_batch
             elif kind in sides.STOCK_KINDS:
                 break  # larger batches pad more
         if kind in self.chosen and timed is not None:
@@ -124,14 +118,15 @@ class _Bench:
             self.failures[kind] = "; ".join(f"{label}: {why}" for label, why in timed.tried.items())
 
     def _try(self, setting: Setting, timed: Timed, *, again: bool) -> tuple[Side, float]:
-        side = build_side(
-            setting, self.model, self.rollouts, self.args, self.tokenizer, optimizer=self.optimizer,
-            old_log_probs=self.options.old_log_probs,
-        )  # fmt: skip
-        if self.optimizer is None:
+        side = build_side(setting, self.step)
+        if self.step.optimizer is None:
             side.trainer.create_optimizer()
-            self.optimizer = side.trainer.optimizer
-        side.step()
+            self.step = replace(self.step, optimizer=side.trainer.optimizer)
+        options = self.options
+        if options.stages and options.stages_when_tried and setting.kind in (PACKED, COLLAPSED) and not again:
+            self._time_stages(side, timed)
+        else:
+            side.step()
         first = side.clock.seconds
         if side.clock.report is not None:
             timed.microbatches[setting.label] = len(side.clock.report.window.schedule.microbatches)
@@ -150,13 +145,15 @@ class _Bench:
         if clock.clocks:
             timed.clocks.append(clock.clocks)
         clock.report = None
+        timed.log = {name: side.log[name] for name in ("loss", "grad_norm", "entropy") if name in side.log}
         timed.clip_fraction = side.log.get("clip_ratio/region_mean")
 
     def _ideals(self) -> dict[str, Ideal]:
         for kind in (PACKED, COLLAPSED, TREE):
-            if kind in self.chosen:
+            if kind in self.chosen and self.timed[kind].work is None:
                 self.progress(f"stages of {self.chosen[kind].setting.label}")
                 self._time_stages(self.chosen[kind], self.timed[kind])
+                self.chosen[kind].clock.report = None
         found = {}
         tree = self.timed[TREE]
         for kind in (PACKED, COLLAPSED):
@@ -175,33 +172,34 @@ class _Bench:
         return found
 
     def _time_stages(self, side: Side, timed: Timed) -> None:
-        stages = StageClock(self.device)
+        # What TRL scores before the step is a phase of its own.
+        stages = StageClock(self.device, counts=lambda: not side.clock.is_preparing)
         with stages.watching():
             side.step()
         timed.stages = stages.seconds()
         schedule = side.clock.report.window.schedule
-        expanded, unique = self.rollouts.num_labels
-        if schedule.tree.num_tokens == self.rollouts.num_tokens:  # nothing is shared
+        rollouts = self.step.rollouts
+        expanded, unique = rollouts.num_labels
+        if schedule.tree.num_tokens == rollouts.num_tokens:  # nothing is shared
             labels = expanded
         elif side.setting.kind == COLLAPSED:
-            labels = self.rollouts.labels_on(collapse(self.rollouts.tree))
+            labels = rollouts.labels_on(collapse(rollouts.tree))
         else:
             labels = unique
         timed.work = Work.of(schedule, labels, stages.attention_area)
         if side.setting.kind == TREE:
             self.decision = schedule.decision
-        side.clock.report = None
 
     def _clippings(self) -> dict[str, Clipping]:
         """What recorded log-probs, and those that each side scored, say about one another."""
-        if not self.options.old_log_probs:
+        if not self.step.old_log_probs:
             return {}
         scored = {kind: side.trainer.old_log_probs for kind, side in self.chosen.items()}
-        return measure_clipping(self.rollouts, scored, TREE, epsilon=self.args.epsilon)
+        return measure_clipping(self.step.rollouts, scored, TREE, epsilon=self.step.args.epsilon)
 
     def _forget(self) -> None:
         """After a step that ran out of memory."""
-        self.model.zero_grad(set_to_none=True)
+        self.step.model.zero_grad(set_to_none=True)
         self._collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

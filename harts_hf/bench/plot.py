@@ -52,10 +52,10 @@ def plot_rows(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str = 
             right.plot(*zip(*points, strict=True), marker, label=f"over {label}")
     ideal = sorted((row["sharing_ratio"], row["ideal"]) for row in rows if "ideal" in row)
     if ideal:
-        right.plot(*zip(*ideal, strict=True), "k_:", markersize=9, linewidth=1, label="ideal over packed")
+        right.plot(*zip(*ideal, strict=True), "k_", markersize=9, label="ideal over packed")
     right.axhline(1, color="grey", linewidth=0.8)
     right.set(xlabel="sharing ratio (tokens / unique tokens)", ylabel="speed-up of the tree", title="whole steps")
-    right.set_ylim(bottom=0)
-    right.legend(fontsize=8)
+    right.set_ylim(bottom=0, top=1.35 * right.get_ylim()[1])  # room for the legend
+    right.legend(fontsize=8, loc="upper left")
     figure.suptitle(title, parse_math=False)  # names may hold dollars
     figure.savefig(path, dpi=110)

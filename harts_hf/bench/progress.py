@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from harts_hf.bench import sides
+from harts_hf.bench.comparing import kinds_compared
+from harts_hf.bench.parity import ROUNDED
 from harts_hf.bench.results import BenchOptions
 from harts_hf.bench.rollouts import StepRollouts
 from harts_hf.bench.sides import COLLAPSED, PACKED, TREE
@@ -30,6 +32,7 @@ class Progress:
         rollouts: of the step.
         say: gets the lines.
         guess: seconds of a step of stock TRL, roughly.
+        routed: whether the model is a mixture of experts, of which more steps are compared.
         clock: seconds of some clock.
     """
 
@@ -39,6 +42,8 @@ class Progress:
         rollouts: StepRollouts,
         say: Callable[[str], None],
         guess: float,
+        *,
+        routed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options, self._say, self._guess, self._clock = options, say, guess, clock
@@ -46,7 +51,9 @@ class Progress:
         self._tries: Counter[str] = Counter()
         self._steps: Counter[str] = Counter()
         self._stages: Counter[str] = Counter()
-        self._counters = (self._tries, self._steps, self._stages)
+        self._compared = Counter(kinds_compared(options.kinds, routed=routed, own_routes=options.own_routes))
+        self._part = rollouts.part(options.parity_tokens).num_tokens / rollouts.num_tokens  # that is compared
+        self._counters = (self._tries, self._compared, self._steps, self._stages)
         self._seconds: dict[str, float] = {}
         self._running: tuple[str, int, float] | None = None
         for kind in (kind for kind in sides.KINDS if kind in options.kinds):
@@ -70,39 +77,50 @@ class Progress:
             one = self._seconds_of(kind)
             timed = min(self._steps[kind] * one, self._options.seconds_per_side + one)
             left += (self._tries[kind] + self._stages[kind]) * one + timed
-        return left
+        return left + sum(count * self._part * self._seconds_of(kind) for kind, count in self._compared.items())
 
     def __call__(self, text: str) -> None:
-        """Takes what is done now: ``trying LABEL``, ``step I of N: LABEL``, ``stages of LABEL``, ``comparing ...``."""
+        """Takes what is done now.
+
+        Args:
+            text: ``trying LABEL``, ``comparing LABEL ...``, ``noting routes``, ``step I of N: LABEL`` or
+                ``stages of LABEL``.
+        """
         now = self._clock()
         if self._running is not None:
             kind, runs, since = self._running
             if runs:
                 self._seconds[kind] = (now - since) / runs
-        kind = (text.partition(": ")[2] or text.removeprefix("trying ").removeprefix("stages of ")).rpartition(" ")[0]
-        kinds = list(self._steps)
-        if text.startswith("trying "):
-            done, runs = kinds[: kinds.index(kind)], min(self._tries[kind], 2 if self._tries[kind] > 1 else 1)
-        else:
-            done, runs = kinds, int(text.startswith(("step ", "stages of ")))
-        self._tries.update({one: -self._tries[one] for one in done})  # larger batches than the fastest are not tried
-        if text.startswith("stages of "):
-            self._steps.update({one: -self._steps[one] for one in kinds})
+        what, kind = read_said(text)
+        counter = self._counters[what]
+        for earlier in self._counters[:what]:  # those that failed, or settled it before all were run
+            earlier.update({one: -count for one, count in earlier.items()})
+        runs = 1
+        if counter is self._tries:
+            for one in list(self._steps)[: list(self._steps).index(kind)]:
+                self._tries[one] = 0  # larger batches than the fastest are not tried
+            runs = min(self._tries[kind], 2 if self._tries[kind] > 1 else 1)
         self._say(f"{text}, about {in_words(self.seconds_left)} left")
-        if runs:
-            counter = next(
-                c
-                for word, c in zip(("trying", "step", "stages"), self._counters, strict=True)
-                if text.startswith(word)
-            )
-            counter[kind] -= runs
-        self._running = kind, runs, now
+        counter[kind] -= runs
+        # Of what is compared there may be a part of the rows alone.
+        self._running = kind, 0 if counter is self._compared else runs, now
 
     def _seconds_of(self, kind: str) -> float:
         if kind in self._seconds:
             return self._seconds[kind]
         whole = [seconds / self._share.get(known, 1.0) for known, seconds in self._seconds.items()]
         return max(whole, default=self._guess) * self._share.get(kind, 1.0)
+
+
+def read_said(text: str) -> tuple[int, str]:
+    """Which of a progress's counters a text is about, and the kind of the side."""
+    if text == "noting routes":
+        return 1, TREE
+    words = ("trying ", "comparing ", "step ", "stages of ")
+    what = next(number for number, word in enumerate(words) if text.startswith(word))
+    label = text.partition(": ")[2] if words[what] == "step " else text.removeprefix(words[what])
+    label = label.partition(" on the same")[0].removesuffix(ROUNDED)
+    return what, label.rpartition(" ")[0]
 
 
 def size_in_words(rollouts: StepRollouts) -> str:

@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from harts_hf.bench.ideal import all_divided
 from harts_hf.bench.results import StepMeasured, Timed, fastest
 from harts_hf.bench.sides import COLLAPSED, PACKED, STOCK_KINDS, TREE
+from harts_hf.planner.text import counted
 
 NOTES = (
     "sampling is excluded: rollouts are played back. Learning rate 0: all steps are the same step.",
@@ -19,7 +21,8 @@ def row_of(measured: StepMeasured, **about: Any) -> dict[str, Any]:
     ``speedup`` is over the best setting without padding and without sharing, ``speedup_collapsed`` over the best that
     collapses nested prefixes besides, ``speedup_stock`` over the best stock trainer; each only if that was
     measured, and none where the parity check failed. ``ideal`` is the speed-up that sharing could reach,
-    ``efficiency`` the part of it that was reached. Memory is of the GPU, in bytes.
+    ``efficiency`` the part of it that was reached; ``ideal_at_most`` and ``efficiency_at_least`` are these if no
+    microbatch had a constant. Memory is of the GPU, in bytes.
 
     Args:
         measured: the step.
@@ -73,12 +76,29 @@ def row_of(measured: StepMeasured, **about: Any) -> dict[str, Any]:
             f"ideal_seconds{suffix}": ideal.seconds,
             f"work_ratios{suffix}": ideal.ratios,
         }
+        row |= bounds_of(row, kind, suffix)
     return row
+
+
+def bounds_of(row: Mapping[str, Any], kind: str, suffix: str) -> dict[str, float]:
+    """``ideal_at_most`` and ``efficiency_at_least``: if no microbatch had a constant.
+
+    Args:
+        row: with an ideal.
+        kind: the ideal's baseline.
+        suffix: of its entries.
+    """
+    own, tree = (row["sides"][one]["microbatches"][row["sides"][one]["setting"]] for one in (kind, TREE))
+    seconds, ratio = row[f"ideal_seconds{suffix}"], row[f"work_ratios{suffix}"]["rows"]
+    least = all_divided(seconds, ratio, own, tree)
+    baseline = row["baseline_seconds" if kind == PACKED else f"{kind}_seconds"]
+    return {f"ideal_at_most{suffix}": baseline / least, f"efficiency_at_least{suffix}": least / row["seconds"]}
 
 
 def _side(timed: Timed) -> dict[str, Any]:
     return {
         "setting": timed.setting.label,
+        "rows_per_batch": timed.rows_per_batch,
         "tried": timed.tried,
         "microbatches": timed.microbatches,
         "seconds_of_steps": timed.seconds,
@@ -87,6 +107,7 @@ def _side(timed: Timed) -> dict[str, Any]:
         "peak_memory": timed.peak_memory,
         "clocks": timed.clocks,
         "clip_fraction": timed.clip_fraction,
+        "log": timed.log,
     }
 
 
@@ -139,6 +160,11 @@ def total_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "ideal": sum(row["baseline_seconds"] for row in timed) / ideal,
             "efficiency": ideal / sum(row["seconds"] for row in timed),
         }
+        least = sum(row["baseline_seconds"] / row["ideal_at_most"] for row in timed)
+        total |= {
+            "ideal_at_most": total["ideal"] * ideal / least,
+            "efficiency_at_least": total["efficiency"] * least / ideal,
+        }
     return total
 
 
@@ -148,8 +174,9 @@ def _largest(values: Any) -> int | None:
 
 def table_of(row: Mapping[str, Any]) -> str:
     """A row as text: each side with its fastest setting, then phases, stages and clipping."""
+    groups = "group" if len(row["groups"]) == 1 else "groups"
     head = (
-        f"groups {', '.join(row['groups'][:4])}{' ...' if len(row['groups']) > 4 else ''}: "
+        f"{groups} {', '.join(row['groups'][:4])}{' ...' if len(row['groups']) > 4 else ''}: "
         f"{row['trajectories']:,} trajectories, {row['tokens']:,} tokens, {row['unique_tokens']:,} unique "
         f"(ratio {row['sharing_ratio']:.2f})"
     )
@@ -163,8 +190,8 @@ def table_of(row: Mapping[str, Any]) -> str:
         seconds = sorted(side["seconds_of_steps"])
         lines.append(
             [
-                kind, side["setting"].rsplit(" ", 1)[1], _seconds(_median(seconds)), _seconds(seconds[0]),
-                _seconds(seconds[-1]), f"{row['tokens'] / _median(seconds):,.0f}",
+                kind, _setting(kind, side["setting"].rsplit(" ", 1)[1]), _seconds(_median(seconds)),
+                _seconds(seconds[0]), _seconds(seconds[-1]), f"{row['tokens'] / _median(seconds):,.0f}",
                 "" if kind == TREE else f"{_median(seconds) / row['seconds']:.2f}x",
                 "" if side["peak_memory"] is None else f"{side['peak_memory'] / 1e9:.1f} GB",
             ]
@@ -179,7 +206,7 @@ def table_of(row: Mapping[str, Any]) -> str:
         text.append(
             f"sharing could make the {PACKED} step {row['ideal']:.2f}x as fast ({ratios}); reached "
             f"{row['speedup']:.2f}x: "
-            f"efficiency {row['efficiency']:.2f}"
+            f"efficiency {row['efficiency']:.2f}{_without_constants(row)}"
         )
     decision = f"; the plan {row['decision']}" if row["decision"] else ""
     text.append(f"planning: {row['planner_share']:.2%} of the tree's step{decision}")
@@ -190,6 +217,15 @@ def table_of(row: Mapping[str, Any]) -> str:
             f"weight moves (RMS {one['rms']:.2e} nats); {one['cause']}"
         )
     return "\n".join(text)
+
+
+def _without_constants(row: Mapping[str, Any]) -> str:
+    if not row["ideal_seconds"]["microbatches"]:
+        return ""
+    return (
+        f" (if no microbatch had a constant, which is a rough one: {row['ideal_at_most']:.2f}x, "
+        f"{row['efficiency_at_least']:.2f})"
+    )
 
 
 def _parity(parity: Mapping[str, Any]) -> str:
@@ -207,15 +243,24 @@ def _parity(parity: Mapping[str, Any]) -> str:
     )
     if parity["routes"] != "same":
         return text
+    flips = max(parity["flips"].values())
+    text = f"{text}, all told to take the same experts ({flips:.2%} of the choices would be others)"
+    if not parity["own_routes"]:
+        return text
     own = max(one["gradients"] for one in parity["own_routes"].values())
-    return (
-        f"{text}, all told to take the same experts ({max(parity['flips'].values()):.2%} of the choices would be "
-        f"others); where routers choose for themselves, gradients differ by up to {own:.1e}"
-    )
+    return f"{text}; where routers choose for themselves, gradients differ by up to {own:.1e}"
 
 
 def _is_of(label: str, kind: str) -> bool:
     return label.rsplit(" ", 1)[0] == kind
+
+
+def _setting(kind: str, value: str) -> str:
+    """``2 rows`` of a batch, ``16,384 tokens`` of a microbatch; with the rows of a batch where they were chosen."""
+    size, _, rows = value.partition("/")
+    if kind in STOCK_KINDS:
+        return counted(int(size), "row")
+    return f"{int(size):,} tokens" + (f", {counted(int(rows), 'row')}" if rows else "")
 
 
 def _median(values: Sequence[float]) -> float:

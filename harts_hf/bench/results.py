@@ -23,12 +23,13 @@ class BenchOptions:
     Attributes:
         budgets: tokens of a microbatch that sides without padding are tried with.
         batch_sizes: rows of a batch that stock trainers are tried with.
+        slice_rows: rows of a batch that sides without padding are tried with; empty for those of
+            :func:`harts_hf.bench.sides.rows_at_once`.
         kinds: sides; the tree is always one.
         steps: timed steps of each chosen side, at least 1.
         steps_of: by kind, fewer of them.
         seconds_per_side: a side whose timed steps took so long is not timed again.
         fixed: by kind, the one size that it is run with, such as what was fastest on an earlier step.
-        old_log_probs: whether TRL scores old log-probs in each step.
         baseline_elsewhere: whether other steps are timed with a baseline. Then the tree may be the only side; it is
             compared with the one without sharing all the same.
         parity_tokens: sides are compared on so many tokens of trajectories at most.
@@ -37,6 +38,9 @@ class BenchOptions:
         times_anyway: whether steps are timed although sides did not train the same; whoever reads the result has to
             look at its verdict.
         stages: whether to time attention, the rule and the head, in one more step of the tree and of each baseline.
+        stages_when_tried: whether that step of a baseline is the one in which its size was tried: for long ones, once
+            their kernels are compiled.
+        own_routes: whether mixtures of experts are also compared with routers that choose for themselves.
 
     Raises:
         ValueError: empty choices, unknown kinds, no baseline, numbers below 1.
@@ -44,23 +48,27 @@ class BenchOptions:
 
     budgets: tuple[int, ...] = (8192, 16384, 32768, 65536)
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    slice_rows: tuple[int, ...] = ()
     kinds: tuple[str, ...] = (*BASELINES, TREE)
     steps: int = 5
     steps_of: Mapping[str, int] = field(default_factory=dict)
     seconds_per_side: float = 120.0
     fixed: Mapping[str, int] = field(default_factory=dict)
-    old_log_probs: bool = False
     baseline_elsewhere: bool = False
     parity_tokens: int = 65536
     microbatch_seconds: Mapping[str, float] = field(default_factory=dict)
     times_anyway: bool = False
     stages: bool = True
+    stages_when_tried: bool = False
+    own_routes: bool = True
 
     def __post_init__(self) -> None:
         for name in ("budgets", "batch_sizes"):
             values = getattr(self, name)
             if not values or min(values) < 1:
                 raise ValueError(f"expected {name} to be numbers of at least 1, got {values}")
+        if min(self.slice_rows, default=1) < 1:
+            raise ValueError(f"expected slice_rows to be numbers of at least 1, got {self.slice_rows}")
         unknown = [kind for kind in self.kinds if kind not in sides.KINDS]
         if unknown:
             raise ValueError(f"expected sides among {', '.join(sides.KINDS)}, got {', '.join(unknown)}")
@@ -81,15 +89,15 @@ class BenchOptions:
         """What a side is tried with; budgets past what holds all rows are no different."""
         if kind == COLLAPSED and not is_contained(rollouts.tree).any():
             return []
-        if kind in self.fixed:
-            return [Setting(kind=kind, size=self.fixed[kind])]
+        count = len(rollouts.token_ids)
         if kind in sides.STOCK_KINDS:
-            count = len(rollouts.token_ids)
-            return [Setting(kind=kind, size=size) for size in sorted({min(s, count) for s in self.batch_sizes})]
-        budgets = sorted(set(self.budgets))
+            batches = [self.fixed[kind]] if kind in self.fixed else sorted({min(s, count) for s in self.batch_sizes})
+            return [Setting(kind=kind, size=size) for size in batches]
+        budgets = [self.fixed[kind]] if kind in self.fixed else sorted(set(self.budgets))
         most = rollouts.tree.num_tokens if kind == TREE else rollouts.num_tokens
         enough = next((budget for budget in budgets if budget >= most), budgets[-1])
-        return [Setting(kind=kind, size=budget) for budget in budgets if budget <= enough]
+        rows: list[int | None] = [*sorted({min(s, count) for s in self.slice_rows})] or [None]
+        return [Setting(kind=kind, size=size, rows=one) for size in budgets if size <= enough for one in rows]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -98,6 +106,7 @@ class Timed:
 
     Attributes:
         setting: the fastest that was tried.
+        rows_per_batch: that its trainer had.
         seconds: of its timed steps.
         phases_of_steps: seconds of each of them by phase.
         peak_memory: bytes on the GPU, the most of any timed step; None on a CPU.
@@ -108,9 +117,11 @@ class Timed:
         work: of one pass; None of stock trainers.
         clip_fraction: part of trained tokens whose ratio TRL clipped, as logged; the weights have not moved, so only
             roundings clip. None where nothing is compared.
+        log: ``loss``, ``grad_norm`` and ``entropy`` of the latest timed step, as the trainer logged them.
     """
 
     setting: Setting
+    rows_per_batch: int = 0
     seconds: list[float] = field(default_factory=list)
     phases_of_steps: list[dict[str, float]] = field(default_factory=list)
     peak_memory: int | None = None
@@ -120,6 +131,7 @@ class Timed:
     stages: dict[str, float] = field(default_factory=dict)
     work: Work | None = None
     clip_fraction: float | None = None
+    log: dict[str, float] = field(default_factory=dict)
 
     @property
     def median(self) -> float:

@@ -51,8 +51,8 @@ class StepRollouts:
                 every token but the first.
 
         Raises:
-            ValueError: another choice of labels; fewer than two trajectories that predict a token; no token that is
-                trained; token ids outside the vocabulary.
+            ValueError: another choice of labels; fewer than two trajectories that predict a token, or all equal; no
+                token that is trained; token ids outside the vocabulary.
         """
         if labels not in LABELS:
             raise ValueError(f"expected labels to be one of {', '.join(LABELS)}, got {labels!r}")
@@ -61,6 +61,11 @@ class StepRollouts:
         pairs = [(tokens, rollout) for tokens, rollout in pairs if len(tokens) > 1]
         if len(pairs) < 2:
             raise ValueError(f"expected at least two trajectories that predict a token in a step, got {len(pairs)}")
+        if len({tokens.tobytes() for tokens, _ in pairs}) < 2:
+            raise ValueError(
+                f"expected at least two different trajectories in a step, got {len(pairs)} equal ones: their "
+                "advantages add up to nothing, so nothing is trained"
+            )
         largest = max(int(tokens.max()) for tokens, _ in pairs)
         if largest >= vocab_size:
             raise ValueError(f"expected token ids below the vocabulary size {vocab_size}, got {largest}")
@@ -109,7 +114,7 @@ class StepRollouts:
     def part(self, tokens: int) -> "StepRollouts":
         """At most so many tokens: of the trajectories that stand side by side in the tree, as many as fit.
 
-        All of them if they fit; two if no two do. Rewards stay those of the trajectories.
+        All of them if they fit; two different ones if no such two do. Rewards stay those of the trajectories.
         """
         lengths = np.array([len(ids) for ids in self.token_ids])
         if lengths.sum() <= tokens:
@@ -117,10 +122,13 @@ class StepRollouts:
         order = np.argsort(self.tree.end_rows, kind="stable")
         ends = np.concatenate([[0], np.cumsum(lengths[order])])
         last = np.searchsorted(ends, ends[:-1] + tokens, side="right") - 1
-        first = int((last - np.arange(len(order))).argmax())
-        count = max(2, int(last[first]) - first)
-        first = min(first, len(order) - count)
-        return self._of(sorted(order[first : first + count].tolist()))
+        # Equal trajectories train nothing: each run of neighbours goes on to the first that is another.
+        leaves = self.tree.end_rows[order]
+        other = np.searchsorted(leaves, leaves, side="right")
+        last = np.maximum(last, other + 1)[: int(other[other < len(order)].size)]
+        fits = ends[last] - ends[: len(last)] <= tokens
+        first = int(np.where(fits, last - np.arange(len(last)), -(ends[last] - ends[: len(last)])).argmax())
+        return self._of(sorted(order[first : last[first]].tolist()))
 
     def _of(self, numbers: Sequence[int]) -> "StepRollouts":
         """Some of the trajectories."""
@@ -134,8 +142,8 @@ class StepRollouts:
         missing = -len(self.token_ids) % multiple
         if not missing:
             return self
-        shortest = min(self.token_ids, key=len)
-        filler = shortest[:2]
+        number = min(range(len(self.token_ids)), key=lambda one: len(self.token_ids[one]))
+        filler = self.token_ids[number][:2]
         return replace(
             self,
             token_ids=self.token_ids + (filler,) * missing,
@@ -143,6 +151,7 @@ class StepRollouts:
             masks=self.masks + (np.zeros(1, bool),) * missing,
             rewards=self.rewards + (float(np.mean(self.rewards)),) * missing,
             old_logprobs=None if self.old_logprobs is None else self.old_logprobs + (np.full(1, np.nan),) * missing,
+            routes=None if self.routes is None else self.routes + (self.routes[number][:2],) * missing,
         )
 
     def rollout_func(self) -> Callable[[list[Any], Any], dict[str, Any]]:
@@ -163,6 +172,7 @@ class StepRollouts:
         def recorded_reward(completions: list[Any], **_: Any) -> list[float]:
             return list(self.rewards)
 
+        recorded_reward.reads_texts = False  # type: ignore[attr-defined]  # as RecordedRollouts' own
         return recorded_reward
 
 

@@ -15,39 +15,23 @@ import torch
 from torch import nn
 
 from harts_hf.bench.rollouts import StepRollouts
-from harts_hf.bench.sides import TREE, Setting, build_side
+from harts_hf.bench.sides import TREE, BenchStep, Setting, build_side
 from harts_hf.modeling import find_routers
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.modeling.routing import weights_at
-from harts_hf.trainers import TreeGRPOConfig
 from harts_hf.trainers.rows import ROUTES
 from harts_hf.tree import IntArray
 
 
-def record_routes(
-    model: nn.Module,
-    rollouts: StepRollouts,
-    args: TreeGRPOConfig,
-    tokenizer: Any,
-    *,
-    size: int,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> StepRollouts:
+def record_routes(step: BenchStep, *, size: int) -> StepRollouts:
     """The same rollouts with the experts that the tree's pass of old log-probs chose: one choice per row of the tree.
 
     Args:
-        model: a mixture of experts, unpatched.
-        rollouts: of a step.
-        args: of all sides.
-        tokenizer: of the trainer.
+        step: of a mixture of experts.
         size: of a microbatch.
-        optimizer: as for :func:`harts_hf.bench.sides.build_side`.
     """
-    own = replace(args, tree_replay_routing="scoring", generation_batch_size=None)
-    side = build_side(
-        Setting(kind=TREE, size=size), model, rollouts, own, tokenizer,
-        optimizer=optimizer, old_log_probs=True,
-    )  # fmt: skip
+    rollouts, own = step.rollouts, replace(step.args, tree_replay_routing="scoring", generation_batch_size=None)
+    side = build_side(Setting(kind=TREE, size=size), replace(step, args=own, old_log_probs=True))
     found: list[Any] = []
     generate = side.trainer._generate_and_score_completions
 

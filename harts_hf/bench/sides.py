@@ -26,6 +26,7 @@ from harts_hf.bench.variants import (
     SortedGRPOTrainer,
 )
 from harts_hf.trainers import TreeGRPOConfig, TreeGRPOTrainer
+from harts_hf.trainers.slicing import MOST_ON_CPU
 
 STOCK, SORTED, PACKED, COLLAPSED, TREE = "stock", "stock sorted", "packed", "collapsed", "tree"
 KINDS = {
@@ -46,15 +47,39 @@ class Setting:
         kind: of :data:`KINDS`.
         size: rows of a batch (``per_device_train_batch_size``) of stock trainers; of the others, tokens of a
             microbatch (``tree_max_tokens_per_microbatch``).
+        rows: of a batch of those others, which their microbatches do not depend on; :func:`rows_at_once` if None.
     """
 
     kind: str
     size: int
+    rows: int | None = None
 
     @property
     def label(self) -> str:
-        """Such as ``packed 16384``."""
-        return f"{self.kind} {self.size}"
+        """Such as ``packed 16384``, or ``packed 16384/8`` of so many rows."""
+        return f"{self.kind} {self.size}" + (f"/{self.rows}" if self.rows else "")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BenchStep:
+    """The optimizer step that every side makes.
+
+    Attributes:
+        model: unpatched, on its device; it stays as it is.
+        rollouts: of the step; with routes, sides of this package replay them.
+        args: what all sides have in common (:func:`common_arguments`); of the tree's options, ``tree_sharing`` is the
+            tree's only.
+        tokenizer: of the trainers.
+        optimizer: of an earlier side on the same model; a side makes a new one by ``args`` if None.
+        old_log_probs: whether TRL scores old log-probs in the step.
+    """
+
+    model: nn.Module
+    rollouts: StepRollouts
+    args: TreeGRPOConfig
+    tokenizer: Any
+    optimizer: torch.optim.Optimizer | None = None
+    old_log_probs: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -65,12 +90,14 @@ class Side:
         setting: what it is.
         trainer: stock or tree.
         clock: of its steps.
+        rows_per_batch: ``per_device_train_batch_size``.
         log: what the trainer logged of its latest step.
     """
 
     setting: Setting
     trainer: Any
     clock: StepClock
+    rows_per_batch: int
     log: dict[str, Any] = field(default_factory=dict)
 
     def step(self) -> dict[str, Any]:
@@ -89,33 +116,19 @@ _TRAINERS: dict[str, tuple[type, type]] = {
 }
 
 
-def build_side(
-    setting: Setting,
-    model: nn.Module,
-    rollouts: StepRollouts,
-    args: TreeGRPOConfig,
-    tokenizer: Any,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    old_log_probs: bool = False,
-) -> Side:
-    """A trainer of one kind, whose every ``train()`` is one optimizer step on all rollouts.
+def build_side(setting: Setting, step: BenchStep) -> Side:
+    """A trainer of one kind, whose every ``train()`` is the step.
 
     Args:
         setting: which one.
-        model: unpatched, on its device; it stays as it is.
-        rollouts: of the step; with routes, sides of this package replay them.
-        args: what all sides have in common; of the tree's options, ``tree_sharing`` is the tree's only.
-        tokenizer: of the trainer.
-        optimizer: of an earlier side on the same model; a new one by ``args`` if None.
-        old_log_probs: whether TRL scores old log-probs in each step.
+        step: what it trains.
 
     Raises:
         UnsupportedModelError, ValueError: what the trainer refuses.
     """
     is_stock = setting.kind in STOCK_KINDS
-    rows_per_batch = setting.size if is_stock else 1
-    rollouts = replace(rollouts, routes=None) if is_stock else rollouts  # stock trainers take none
+    rows_per_batch = setting.size if is_stock else setting.rows or rows_at_once(step.rollouts)
+    rollouts = replace(step.rollouts, routes=None) if is_stock else step.rollouts  # stock trainers take none
     rollouts = rollouts.filled(rows_per_batch)
     count = len(rollouts.token_ids)
     tree_options: dict[str, Any] = {} if is_stock else {"tree_max_tokens_per_microbatch": setting.size}
@@ -124,15 +137,15 @@ def build_side(
     if rollouts.routes is not None and not is_stock:
         tree_options["tree_replay_routing"] = "engine"
     own = replace(
-        args, per_device_train_batch_size=rows_per_batch, gradient_accumulation_steps=count // rows_per_batch,
+        step.args, per_device_train_batch_size=rows_per_batch, gradient_accumulation_steps=count // rows_per_batch,
         steps_per_generation=count // rows_per_batch, generation_batch_size=None, num_generations=count,
         max_completion_length=max(map(len, rollouts.masks)), **tree_options,
     )  # fmt: skip
     clock = StepClock(torch.device(own.device))
-    trainer = _TRAINERS[setting.kind][old_log_probs](
-        twin(model), rollouts.reward_func(), own, train_dataset=Dataset.from_dict({"prompt": ["bench"] * 4}),
-        processing_class=tokenizer, rollout_func=rollouts.rollout_func(), callbacks=[clock],
-        optimizers=(optimizer, None),
+    trainer = _TRAINERS[setting.kind][step.old_log_probs](
+        twin(step.model), rollouts.reward_func(), own, train_dataset=Dataset.from_dict({"prompt": ["bench"] * 4}),
+        processing_class=step.tokenizer, rollout_func=rollouts.rollout_func(), callbacks=[clock],
+        optimizers=(step.optimizer, None),
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     if not is_stock:
@@ -144,7 +157,15 @@ def build_side(
         )
     _keep_memory(trainer.accelerator)
     clock.watch(trainer)
-    return Side(setting=setting, trainer=trainer, clock=clock)
+    return Side(setting=setting, trainer=trainer, clock=clock, rows_per_batch=rows_per_batch)
+
+
+def rows_at_once(rollouts: StepRollouts) -> int:
+    """Rows of a batch of trainers whose microbatches do not depend on it: all, or in as few parts of equal size as
+    have their losses computed on the CPU. A batch of one row costs as many operations as one of all."""
+    count = len(rollouts.token_ids)
+    most = max(1, MOST_ON_CPU // max(map(len, rollouts.masks)))
+    return -(-count // -(-count // most))
 
 
 def common_arguments(args: TreeGRPOConfig | None = None, **more: Any) -> TreeGRPOConfig:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from harts_hf.bench.rollouts import StepRollouts
+from harts_hf.bench.sides import BenchStep
 from harts_hf.modeling import vocab_size_of
 from harts_hf.rollouts.recorded import RolloutGroup
 from harts_hf.trainers import TreeGRPOConfig
@@ -39,9 +40,14 @@ class Subject:
     about: str
     sampling_seconds: float | None = None
 
-    def rollouts(self, groups: Sequence[RolloutGroup], *, seed: int, labels: str) -> StepRollouts:
-        """Of one step: see :meth:`StepRollouts.of`."""
-        return StepRollouts.of(groups, vocab_size=vocab_size_of(self.model), seed=seed, labels=labels)
+    def step(
+        self, groups: Sequence[RolloutGroup], *, seed: int, labels: str, old_log_probs: bool = False
+    ) -> BenchStep:
+        """One step on some groups: see :meth:`StepRollouts.of`."""
+        rollouts = StepRollouts.of(groups, vocab_size=vocab_size_of(self.model), seed=seed, labels=labels)
+        return BenchStep(
+            model=self.model, rollouts=rollouts, args=self.args, tokenizer=self.tokenizer, old_log_probs=old_log_probs
+        )
 
 
 def add_lora(model: nn.Module, rank: int) -> nn.Module:

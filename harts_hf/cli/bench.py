@@ -22,14 +22,17 @@ from harts_hf.cli.checks import (
     refuse_to_overwrite,
 )
 from harts_hf.cli.loading import (
+    check_token_ids,
     is_random,
     load_model,
     load_tokenizer,
     read_rollouts,
+    refuse_left_over,
     summary,
     tokenizer_name,
     tokenizer_on_demand,
 )
+from harts_hf.cli.names import check_model_name
 from harts_hf.cli.output import printable, printable_lines, replacing, write_json
 from harts_hf.planner.text import counted
 
@@ -46,8 +49,8 @@ def main(argv: Sequence[str]) -> int:
         return fit_cost(argv)
     parser = build_parser(__doc__)
     options, fields = parser.parse_known_args(argv)
-    if options.model is not None and fields:
-        parser.error(f"unrecognized arguments: {' '.join(fields)}")
+    if options.model is not None:
+        refuse_left_over(parser, options, fields)
     return 0 if _run(options, fields) else 1
 
 
@@ -72,7 +75,7 @@ def _run(options: argparse.Namespace, fields: Sequence[str]) -> bool:
 
     bench = BenchOptions(
         budgets=tuple(options.budgets), batch_sizes=tuple(options.batch_sizes), kinds=tuple(options.sides),
-        steps=options.steps, seconds_per_side=options.max_seconds, old_log_probs=options.old_log_probs,
+        slice_rows=tuple(options.slice_rows), steps=options.steps, seconds_per_side=options.max_seconds,
     )  # fmt: skip
     if options.model is None:
         if Path(options.rollouts).suffix not in (".yaml", ".yml"):
@@ -105,10 +108,16 @@ def _subject(options: argparse.Namespace, device: Any) -> "Subject":
     from harts_hf.bench.subject import Subject, add_lora, word_tokenizer
     from harts_hf.cli.checks import picked
 
+    check_model_name("--model", options.model)
     name = tokenizer_name(options)
     file = read_rollouts(options, tokenizer_on_demand(name))
+    check_token_ids(file, options.model)
     needs_texts = options.tokenizer is not None or file.num_conversations
     tokenizer = load_tokenizer(name) if name is not None and needs_texts else None
+    if tokenizer is not None and tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise ValueError(
+            f"expected a tokenizer with a pad or an end token, by which TRL pads rows, got {name!r} without"
+        )
     if file.num_conversations:
         print(f"rollouts: {summary(file)}; {counted(len(file.groups), 'group')}", flush=True)
     groups = picked(file.groups, options.groups, options.max_groups or STEPS_MEASURED * options.groups_per_step)
@@ -149,6 +158,7 @@ def _measure(options: argparse.Namespace, subject: "Subject", bench: "BenchOptio
     from harts_hf.bench.progress import Progress, guess_of_step, in_words, size_in_words
     from harts_hf.bench.report import NOTES, row_of, table_of, total_of
     from harts_hf.bench.rollouts import steps_of
+    from harts_hf.modeling import find_routers
 
     rows: list[dict[str, Any]] = []
     result = {**about, "notes": NOTES, "sampling_seconds": subject.sampling_seconds, "rows": rows}
@@ -158,17 +168,18 @@ def _measure(options: argparse.Namespace, subject: "Subject", bench: "BenchOptio
 
     steps = steps_of(subject.groups, options.groups_per_step)
     for number, groups in enumerate(steps, 1):
-        rollouts = subject.rollouts(groups, seed=options.seed, labels=options.labels)
-        progress = Progress(bench, rollouts, say, guess_of_step(subject.model, rollouts))
-        say(f"the step of {counted(len(groups), 'group')} ({number} of {len(steps)}): {size_in_words(rollouts)}")
+        step = subject.step(groups, seed=options.seed, labels=options.labels, old_log_probs=options.old_log_probs)
+        guess, routed = guess_of_step(step.model, step.rollouts), bool(find_routers(step.model))
+        progress = Progress(bench, step.rollouts, say, guess, routed=routed)
+        say(f"the step of {counted(len(groups), 'group')} ({number} of {len(steps)}): {size_in_words(step.rollouts)}")
         say(
             f"up to {progress.num_steps} runs of it, very roughly {in_words(progress.seconds_left)} "
             "(fewer --sides, --batch-sizes, --budgets, --steps take less)"
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of TRL and Transformers, again for every side
-            measured = measure_step(subject.model, rollouts, subject.args, subject.tokenizer, bench, progress=progress)
-        row = row_of(measured, model=subject.name, workload=subject.workload, old_log_probs=bench.old_log_probs)
+            measured = measure_step(step, bench, progress=progress)
+        row = row_of(measured, model=subject.name, workload=subject.workload, old_log_probs=step.old_log_probs)
         rows.append(row)
         print(f"\n{printable_lines(table_of(row))}", flush=True)
         if options.json:

@@ -4,6 +4,7 @@ import argparse
 
 from harts_hf.cli.checks import seed
 from harts_hf.cli.loading import add_rollouts
+from harts_hf.cli.parsing import CommandParser
 
 # As harts_hf.bench.sides and harts_hf.bench.rollouts have them, which take seconds to import; a test compares them.
 SIDES = ("stock", "stock sorted", "packed", "collapsed", "tree")
@@ -14,7 +15,7 @@ STEPS_MEASURED = 3
 
 def build_parser(description: str | None) -> argparse.ArgumentParser:
     """The command's parser."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="harts bench", description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
@@ -55,6 +56,11 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     measure.add_argument(
         "--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8],
         help="rows of a batch that stock trainers are tried with (default: %(default)s)",
+    )  # fmt: skip
+    measure.add_argument(
+        "--slice-rows", type=int, nargs="+", default=[],
+        help="rows of a batch that sides without padding are tried with, each at every budget (default: all rows, or "
+        "as many as have TRL's loss computed on the CPU)",
     )  # fmt: skip
     measure.add_argument("--steps", type=int, default=5, help="timed steps of each side (default: %(default)s)")
     measure.add_argument(

@@ -12,7 +12,9 @@ import torch
 
 from harts_hf.cli.checks import check_output_file, find_device, refuse_to_overwrite, seed
 from harts_hf.cli.loading import load_model
+from harts_hf.cli.names import check_model_name
 from harts_hf.cli.output import printable, replacing
+from harts_hf.cli.parsing import CommandParser
 from harts_hf.planner.cost import FEATURES
 from harts_hf.runtime.costing import fit_cost_model
 
@@ -23,6 +25,7 @@ def main(argv: Sequence[str]) -> int:
     device = find_device(options.device)
     refuse_to_overwrite(options.out, options.model)
     check_output_file("--out", options.out)
+    check_model_name("--model", options.model)
     model = load_model(
         options.model, getattr(torch, options.dtype), seed=options.seed, random_weights=options.random_weights
     )
@@ -46,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="harts bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--fit-cost", action="store_true", required=True, help="what to measure: the cost model")

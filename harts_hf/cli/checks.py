@@ -133,9 +133,12 @@ def find_device(name: str | None) -> Any:
 
 def seed(text: str) -> int:
     """The type of ``--seed``: what both NumPy and torch take."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
     if not 0 <= value < 2**32:
-        raise argparse.ArgumentTypeError(f"expected at least 0 and less than 2**32, got {text}")
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0 and less than 2**32, got {text!r}")
     return value
 
 

@@ -4,9 +4,11 @@ import argparse
 import json
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harts_hf.cli.names import TOKENIZER_FILES, is_cached
 from harts_hf.cli.output import printable, printable_lines
 from harts_hf.errors import HartsWarning
 from harts_hf.rollouts.files import RolloutFile, read_rollout_file
@@ -47,6 +49,29 @@ def add_rollouts(parser: argparse.ArgumentParser, *, tokenizer: str) -> None:
         help="where rows say which group they are of, such as task or info.task (default: what the form has, else the "
         "file is one group)",
     )
+
+
+def parse_all(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The options of a command with :func:`add_rollouts`; errors as in :func:`refuse_left_over`."""
+    options, left = parser.parse_known_args(argv)
+    refuse_left_over(parser, options, left)
+    return options
+
+
+def refuse_left_over(parser: argparse.ArgumentParser, options: argparse.Namespace, left: Sequence[str]) -> None:
+    """Refuses words that a command with :func:`add_rollouts` has no use for.
+
+    Raises:
+        ValueError: several files of rollouts.
+        SystemExit: other words.
+    """
+    if left and not any(word.startswith("-") for word in left):
+        raise ValueError(
+            f"expected one file of rollouts, got {1 + len(left)}: {', '.join([options.rollouts, *left])} (JSONL files "
+            "of one form, whose groups have different names, can be joined: cat A B > ALL)"
+        )
+    if left:
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
 
 
 def read_rollouts(options: argparse.Namespace, tokenizer: Any) -> RolloutFile:
@@ -104,10 +129,13 @@ def tokenizer_on_demand(name: str | None) -> TokenizerOnDemand | None:
 
 
 def tokenizer_name(options: argparse.Namespace) -> str | None:
-    """What ``--tokenizer`` says, or the folder of ``--model`` if it has a tokenizer."""
+    """What ``--tokenizer`` says, or ``--model``, a folder or a name in the cache, if it has a tokenizer."""
     if options.tokenizer is not None:
         return str(options.tokenizer)
-    return str(options.model) if (Path(options.model) / "tokenizer_config.json").is_file() else None
+    folder = Path(options.model)
+    if folder.exists():
+        return str(options.model) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
+    return str(options.model) if is_cached(options.model, TOKENIZER_FILES) else None
 
 
 def is_random(name: str) -> bool:
@@ -141,11 +169,40 @@ def load_model(name: str, dtype: Any, *, seed: int, random_weights: bool = False
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # Transformers has many: of the hub, of damaged files, of fields of the configuration
-        nowhere = "no such folder or file, and no such model in the Hugging Face cache or on the hub"
+        raise _no_model(name, error) from error
+
+
+def check_token_ids(file: RolloutFile, name: str) -> None:
+    """Checks a file's token ids against the vocabulary of a model, before its weights are loaded.
+
+    Args:
+        file: shapes, which have none, pass.
+        name: the model's, as for :func:`load_model`.
+
+    Raises:
+        ValueError: a token id that the model does not know; the message names its row. No configuration is there.
+    """
+    from transformers import AutoConfig
+
+    from harts_hf.rollouts.recorded_episodes import named
+
+    path = Path(name)
+    try:
+        config = _config_of_file(path) if path.is_file() else AutoConfig.from_pretrained(name)
+        size = config.get_text_config().vocab_size
+    except Exception as error:  # as in load_model
+        raise _no_model(name, error) from error
+    outside = [
+        f"{rollout.where or f'group {group.name!r}'} (token {int(rollout.token_ids.max()):,})"
+        for group in file.groups
+        for rollout in group.rollouts
+        if rollout.token_ids is not None and rollout.token_ids.max() >= size
+    ]
+    if outside:
         raise ValueError(
-            f"expected --model to be a model's folder, configuration or name, got {name!r}: "
-            f"{error if path.exists() else nowhere}"
-        ) from error
+            f"expected token ids below {size:,}, the vocabulary of {name!r}, got others in {named(outside)}: is the "
+            "file of another model?"
+        )
 
 
 def empty_model(name: str) -> Any:
@@ -171,6 +228,10 @@ def empty_model(name: str) -> Any:
             f"expected --model to be a model's folder, configuration or name in the local Hugging Face cache, got "
             f"{name!r}: {reason}"
         ) from error
+
+
+def _no_model(name: str, error: Exception) -> ValueError:
+    return ValueError(f"expected --model to be a model's folder, configuration or name, got {name!r}: {error}")
 
 
 def _config_of_file(path: Path) -> Any:

@@ -3,11 +3,13 @@
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 
 from harts_hf.cli.output import printable_lines, reader_is_gone
 from harts_hf.cli.signals import Terminated
+from harts_hf.errors import missing_extra
 
 COMMANDS = {
     "train": "train a model on rollout trees by a recipe: harts train RECIPE [--field value ...]",
@@ -70,14 +72,20 @@ def _run(argv: Sequence[str] | None) -> int:
         return 0
     name = arguments[0]
     if name not in available_commands():
-        print(f"harts: expected a command ({', '.join(available_commands())}), got {name!r}", file=sys.stderr)
+        close = get_close_matches(name, available_commands(), n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        print(f"harts: expected a command ({', '.join(available_commands())}), got {name!r}{hint}", file=sys.stderr)
         return 2
     # TRL says from its import on, before anything is read, that rollout_func is experimental.
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:
         return import_module(f"harts_hf.cli.{name}").main(arguments[1:]) or 0
-    except ModuleNotFoundError:
-        raise  # in the middle of somebody's module, which the traceback names
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error)
+        if missing is None:
+            raise  # in the middle of somebody's module, which the traceback names
+        print(f"harts {name}: {missing}", file=sys.stderr)
+        return 2
     except MemoryError as error:
         print(f"harts {name}: out of memory: {printable_lines(error)}", file=sys.stderr)
         return 2

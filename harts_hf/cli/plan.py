@@ -10,8 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harts_hf.cli.checks import check_output_file, check_picture, refuse_same_output, refuse_to_overwrite
-from harts_hf.cli.loading import add_rollouts, empty_model, read_rollouts, summary, tokenizer_on_demand
+from harts_hf.cli.loading import (
+    add_rollouts,
+    empty_model,
+    parse_all,
+    read_rollouts,
+    summary,
+    tokenizer_on_demand,
+)
 from harts_hf.cli.output import printable, replacing, write_json
+from harts_hf.cli.parsing import CommandParser
 from harts_hf.cli.plan_report import DEFAULT_ROW_BYTES, plan_report
 from harts_hf.cli.plan_text import format_report
 from harts_hf.planner import CostModel, PlannerConfig
@@ -31,7 +39,7 @@ LIMITS = {"max_tokens_per_microbatch", "max_graph_tokens"}
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
-    options = _parser().parse_args(argv)
+    options = parse_all(_parser(), argv)
     inputs = (options.rollouts, options.cost, options.tokenizer, options.model)
     refuse_to_overwrite(options.json, *inputs)
     refuse_to_overwrite(options.plot, *inputs)
@@ -91,7 +99,7 @@ def _planned_model(options: argparse.Namespace) -> "PlannedModel":
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="harts plan", description=DESCRIPTION)
+    parser = CommandParser(prog="harts plan", description=DESCRIPTION)
     defaults = PlannerConfig()
     add_rollouts(parser, tokenizer="folder or cached name of a tokenizer, for rows with messages")
     parser.add_argument(

@@ -48,6 +48,10 @@ def format_report(report: PlanReport) -> str:
     return "\n".join(lines)
 
 
+# Most often a tiny model: then the calls that sharing takes cost more than the tokens that it saves.
+NOT_SHARED = "nothing is shared, although tokens could be: it is estimated not to pay for this model and these limits"
+
+
 def gain_lines(report: PlanReport) -> list[str]:
     """What trees save over all groups, before and after."""
     gain, total, plan = report.gain, report.total, report.plan()
@@ -63,6 +67,7 @@ def gain_lines(report: PlanReport) -> list[str]:
             f"  {name.ljust(widths[0])}  {old.rjust(widths[1])}  {new.rjust(widths[2])}  {words}".rstrip()
             for name, old, new, words in rows
         ),
+        *([f"  {NOT_SHARED}"] if gain.tokens[0] == gain.tokens[1] and total["expanded"] > total["unique"] else []),
         f"  time: for {cost_name(plan['cost_model'])}; before: at least, however trajectories are packed",
         f"  memory: for {report.row_bytes.source} in bfloat16 with activation checkpointing; before: of the longest "
         f"trajectory or a microbatch, whole{kept}",

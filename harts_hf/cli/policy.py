@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from harts_hf.cli.loading import load_tokenizer
+from harts_hf.cli.names import check_model_name
 from harts_hf.cli.recipe import unknown_message
 from harts_hf.cli.train_arguments import TrainArguments
 from harts_hf.trainers.zero3 import show_processes
@@ -22,6 +23,8 @@ def named_tokenizer(arguments: TrainArguments, training: Any, model: Any) -> Any
     if len(names) != 1:
         got = " and ".join(names) + " (--model_type '' unsets it)" if names else "neither"
         raise ValueError(f"expected either model_name_or_path or model_type, got {got}")
+    if model.model_name_or_path:
+        check_model_name("model_name_or_path", model.model_name_or_path, revision=model.model_revision)
     if arguments.tokenizer:
         tokenizer = load_tokenizer(arguments.tokenizer, option="tokenizer")
     elif model.model_name_or_path:

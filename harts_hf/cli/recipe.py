@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from trl import TrlParser
 
+from harts_hf.cli.parsing import CommandParser
 from harts_hf.cli.train_arguments import DICT_FIELDS, PolicyArguments, TrainArguments
 from harts_hf.cli.trainer_kinds import TRAINERS
 
@@ -33,6 +34,10 @@ GENERATION_BATCH = (
 
 # What Transformers says where bf16 is asked for and torch finds no GPU names one of the two fields that help.
 WITHOUT_GPU = "(Here torch finds no GPU. To train on the CPU: use_cpu: true and bf16: false.)"
+
+
+class _Parser(CommandParser, TrlParser):
+    pass
 
 
 def split_recipe(argv: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -65,9 +70,9 @@ def parse(argv: Sequence[str], *, unknown: list[str] | None = None) -> tuple[Tra
 
     Raises:
         ValueError: no arguments at all; a file that is no recipe; an unknown key (named); a value that its field
-            refuses.
+            refuses, or of another type.
         OSError: no such recipe.
-        SystemExit: help was asked for, or a value has the wrong type (argparse prints which).
+        SystemExit: help was asked for.
     """
     path, options = split_recipe(argv)
     if path is None and not options:
@@ -78,7 +83,7 @@ def parse(argv: Sequence[str], *, unknown: list[str] | None = None) -> tuple[Tra
     config = TRAINERS[_trainer(recipe, options)].config
     types: Any = (TrainArguments, config, PolicyArguments)
     hints = {name: hint for kind in types for name, hint in typing.get_type_hints(kind).items()}
-    parser = TrlParser(
+    parser = _Parser(
         types,
         prog="harts train",
         usage="harts train RECIPE [--field value ...]",
@@ -173,9 +178,11 @@ def read_recipe(path: str) -> dict[str, Any]:
             or, with aliases written out, more than ``MAX_VALUES`` values.
         OSError: it cannot be read.
     """
+    expected = f"expected {path!r} to be a recipe"
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{expected} (a YAML file, such as recipes/tiny_grpo.yaml), got no such file")
     with open(path, "rb") as file:
         content = file.read(MAX_BYTES + 1)
-    expected = f"expected {path!r} to be a recipe"
     if len(content) > MAX_BYTES:
         raise ValueError(f"{expected} of at most {MAX_BYTES:,} bytes, got more")
     try:
@@ -271,7 +278,7 @@ def _check_value(action: argparse.Action, hint: Any, value: Any) -> None:
     if value is None:
         return
     if action.nargs == "+" and not isinstance(value, list):
-        raise ValueError(f"expected {action.dest} to be a list, got {value!r}")
+        raise ValueError(f"expected {action.dest} to be a list, such as {_list_of(action)}, got {value!r}")
     is_text = hint in (str, str | None) or (action.nargs == "+" and action.type is str)
     for entry in value if action.nargs == "+" else [value]:
         if is_text and not isinstance(entry, str):
@@ -283,6 +290,10 @@ def _check_value(action: argparse.Action, hint: Any, value: Any) -> None:
             except (ValueError, argparse.ArgumentTypeError) as error:
                 kind = {int: "an integer", float: "a number"}.get(action.type, "true or false")  # type: ignore[call-overload]
                 raise ValueError(f"expected {action.dest} to be {kind}, got {entry!r}") from error
+
+
+def _list_of(action: argparse.Action) -> str:
+    return "[4, 2]" if action.type is int else "[A, B]"
 
 
 def unknown_message(names: Sequence[str], known: set[str] | Mapping[str, Any]) -> str:

@@ -176,10 +176,8 @@ def _tools(arguments: TrainArguments) -> dict[str, Any]:
 
 
 def _agent(arguments: TrainArguments) -> RolloutSource:
-    try:
-        from harts_hf.rollouts.gateway import AgentRolloutCollector, agent_reward
-    except ImportError as error:  # its web server and client are an extra
-        raise ValueError(f"agents need the extra 'agents' (pip install 'harts_hf[agents]'): {error}") from error
+    from harts_hf.rollouts.gateway import AgentRolloutCollector, agent_reward  # whose web server is an extra
+
     if arguments.agent_command:
         agent: Any = arguments.agent_command
     else:

@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl import get_peft_config
 
 from harts_hf.cli.data import eval_dataset, train_dataset
-from harts_hf.cli.output import printable, reader_is_gone, warnings_in_lines
+from harts_hf.cli.output import printable, printable_lines, reader_is_gone, warnings_in_lines
 from harts_hf.cli.policy import find_policy, named_tokenizer
 from harts_hf.cli.recipe import parse, peek, split_recipe
 from harts_hf.cli.signals import sigterm_interrupts
@@ -29,6 +29,7 @@ from harts_hf.cli.train_arguments import PolicyArguments, TrainArguments
 from harts_hf.cli.train_checks import check_folders, check_numbers, check_processes
 from harts_hf.cli.train_report import TrainReport
 from harts_hf.cli.trainer_kinds import TRAINERS
+from harts_hf.errors import AllFailedError
 
 
 @warnings_in_lines()
@@ -79,6 +80,9 @@ def _train(trainer: Any) -> int:
         with sigterm_interrupts():
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
             trainer.save_model(trainer.args.output_dir)
+    except AllFailedError as error:  # whose tracebacks are in the log
+        print(f"harts train: {printable_lines(error)}", file=sys.stderr)
+        return 1
     except Exception as error:  # of an environment or a reward function, as a rule: where it happened matters
         if isinstance(error, BrokenPipeError) and reader_is_gone():
             raise

@@ -1,12 +1,14 @@
 """What a recipe may say beside TRL's own settings."""
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from trl import ModelConfig, ScriptArguments
 
 from harts_hf.cli.source_arguments import SourceArguments, as_dict
 from harts_hf.cli.trainer_kinds import TRAINERS
+from harts_hf.errors import MissingExtraError
 
 DICT_FIELDS = ("model_config", "environment_kwargs", "agent_kwargs", "collector_kwargs", "recorded_kwargs")
 
@@ -108,6 +110,8 @@ class PolicyArguments(ModelConfig):
         if self.load_in_4bit or self.load_in_8bit:
             name = "load_in_4bit" if self.load_in_4bit else "load_in_8bit"
             raise ValueError(f"expected unquantized weights, got {name}: leave it out")
+        if self.use_peft and find_spec("peft") is None:
+            raise MissingExtraError("use_peft", "peft")
         if self.use_peft and self.lora_dropout:
             raise ValueError(
                 f"expected lora_dropout 0 (scoring and training compute a token twice, and a shared one for many "

@@ -12,14 +12,18 @@ import harts_hf
 from harts_hf.cli.checks import check_output_file, find_device, refuse_to_overwrite, seed
 from harts_hf.cli.loading import (
     add_rollouts,
+    check_token_ids,
     is_random,
     load_model,
+    parse_all,
     read_rollouts,
     summary,
     tokenizer_name,
     tokenizer_on_demand,
 )
+from harts_hf.cli.names import check_model_name
 from harts_hf.cli.output import printable, write_json
+from harts_hf.cli.parsing import CommandParser
 
 if TYPE_CHECKING:
     from harts_hf.planner import PlannerConfig
@@ -39,11 +43,11 @@ SECONDS_PER_LINE = 10.0
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
-    return 0 if _run(_parser().parse_args(argv)) else 1
+    return 0 if _run(parse_all(_parser(), argv)) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="harts verify", description=DESCRIPTION)
+    parser = CommandParser(prog="harts verify", description=DESCRIPTION)
     add_rollouts(parser, tokenizer="folder or cached name, for rows with messages (default: the model's)")
     parser.add_argument(
         "--model",
@@ -80,21 +84,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> bool:
-    import torch
-
-    from harts_hf.planner import PlannerConfig
-    from harts_hf.verify import format_verdict, verify
-    from harts_hf.verify.report import SHARED
-
     if not math.isfinite(options.router_loss):
         raise ValueError(f"expected --router-loss to be a finite number, got {options.router_loss}")
     if options.draws < 1:
         raise ValueError(f"expected at least one draw, got {options.draws}")
     refuse_to_overwrite(options.json, options.rollouts, options.model, options.tokenizer)
     check_output_file("--json", options.json)
+    check_model_name("--model", options.model)
+    import torch
+
+    from harts_hf.planner import PlannerConfig
+    from harts_hf.verify import format_verdict, verify
+    from harts_hf.verify.report import SHARED
+
     device = find_device(options.device)
     planner = PlannerConfig(max_tokens_per_microbatch=options.max_tokens_per_microbatch, sharing="always")
     file = read_rollouts(options, tokenizer_on_demand(tokenizer_name(options)))
+    check_token_ids(file, options.model)
     progress = _Progress(options.draws)
     progress.say(f"loading {printable(options.model)} on {device}")
     with torch.device(device):  # billions of random weights take minutes on a CPU

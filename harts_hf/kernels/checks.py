@@ -15,6 +15,7 @@ def choose_backend(
     *,
     by_device: Mapping[str, str | None],
     others: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
 ) -> str:
     """The backend to run.
 
@@ -24,13 +25,14 @@ def choose_backend(
         device: where the tensors are.
         by_device: the default backend by device type; "reference" is valid everywhere.
         others: backends that are no device's default.
+        dtype: of the inputs, where a GPU's kernels compute in float32: float64 has the CPU's default everywhere.
 
     Raises:
         ValueError: an unknown backend (the message lists the valid ones), or no default for this device.
     """
     valid = sorted({name for name in by_device.values() if name is not None} | {"reference", *others})
     if backend is None:
-        backend = by_device.get(device.type)
+        backend = by_device.get("cpu" if dtype == torch.float64 else device.type)
         if backend is None:
             raise ValueError(
                 f"{op} has no default backend for device {device.type!r}; move the tensors to one of "

@@ -46,7 +46,7 @@ def tree_linear_class(stock: type[nn.Module], family: Family) -> type[nn.Module]
         if harts is None:
             return stock.forward(self, *args, **kwargs)
         layer: Any = self.layer_idx
-        names = {CONV_FUNCTION: _conv_on(harts, layer), family.rule_function: _rule_on(harts, layer, family.rule)}
+        names = {CONV_FUNCTION: _conv_on(harts, layer), family.rule_function: rule_on(harts, layer, family.rule)}
         return _rebind(raw_forward, names)(self, *args, **kwargs)
 
     return _subclass(stock, forward)
@@ -96,7 +96,9 @@ def _conv_on(tree_pass: TreePass, layer: int) -> Callable[..., torch.Tensor]:
     return causal_conv1d_fn
 
 
-def _rule_on(tree_pass: TreePass, layer: int, rule: Callable[..., Any]) -> Callable[..., Any]:
+def rule_on(tree_pass: TreePass, layer: int, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """What a stock linear mixer calls for its chunkwise rule: ``rule`` on the pass's tree, with its handed states."""
+
     def chunk_rule(
         query: torch.Tensor,  # [1, N, H, K]
         key: torch.Tensor,

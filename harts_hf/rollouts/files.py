@@ -102,7 +102,7 @@ def read_rollout_rows(
 def _add_all(reading: Reading, prefix: str, rows: Iterable[tuple[str, Any]]) -> None:
     for where, row in rows:
         try:
-            reading.add(row)
+            reading.add(row, where)
         except RecursionError as error:
             raise RolloutFileError(f"{prefix}{where}: expected objects nested less deeply") from error
         except ValueError as error:

@@ -46,13 +46,19 @@ class Reading:
         self._has_groups: bool | None = None
         self._episodes = count()
         self._ignored: Counter[str] = Counter()
+        self._where: str | None = None
 
-    def add(self, row: Any) -> None:
+    def add(self, row: Any, where: str) -> None:
         """Reads a row.
+
+        Args:
+            row: its values.
+            where: it stands, such as ``line 3``.
 
         Raises:
             ValueError: it is not what its form says.
         """
+        self._where = where
         if self._form is None:
             self._form = recognise(row)
         if isinstance(row, dict):
@@ -143,13 +149,33 @@ class Reading:
             if self._is_one_sample(row, conversation):
                 tokens, mask = self._sampler.whole(conversation)
                 self._group_keys.add(row)
-                self._append(row, row, _rollout(row, tokens.tolist(), mask, episode=self._episode(row)))
+                self._append(row, row, self._rollout(row, tokens.tolist(), mask, self._episode(row)))
             else:
                 self._add_conversation(conversation, row)
         else:
             episode = None if row.get("episode") is None else self._episode(row)
             self._group_keys.add(row)
-            self._append(row, row, _rollout(row, row["token_ids"], None, episode=episode))
+            self._append(row, row, self._rollout(row, row["token_ids"], None, episode))
+
+    def _rollout(
+        self, row: Mapping[str, Any], tokens: Any, template_mask: NDArray[np.bool_] | None, episode: str | int | None
+    ) -> Rollout:
+        token_ids = fields.token_ids(tokens)
+        size = len(token_ids)
+        advantage, logprobs, mask = (row.get(key) for key in ("advantage", "old_logprobs", "loss_mask"))
+        if isinstance(advantage, list):
+            advantage = fields.floats("advantage", advantage, size)
+        elif advantage is not None:
+            advantage = fields.number("advantage", advantage)
+        return Rollout(
+            token_ids=token_ids,
+            loss_mask=template_mask if mask is None else fields.mask(mask, size),
+            advantage=advantage,
+            reward=None if row.get("reward") is None else fields.number("reward", row["reward"]),
+            old_logprobs=None if logprobs is None else fields.log_probs("old_logprobs", logprobs, size),
+            episode=episode,
+            where=self._where,
+        )
 
     def _is_one_sample(self, row: Mapping[str, Any], conversation: Conversation) -> bool:
         per_token = not row.keys().isdisjoint(_PER_TOKEN) or isinstance(row.get("advantage"), list)
@@ -168,6 +194,7 @@ class Reading:
                 advantage=None if advantage is None else fields.number("advantage", advantage),
                 reward=conversation.reward,
                 episode=episode,
+                where=self._where,
             )
             self._append(conversation.source, row, rollout, conversation.group)
 
@@ -180,8 +207,9 @@ class Reading:
         if self._group_key is not None:
             found = [value for source in sources if (value := _at_key(source, self._group_key)) is not None]
             if not found:
+                own = "; rows say their group by the key group: leave the group key out" if group is not None else ""
                 raise ValueError(
-                    f"expected the group key {self._group_key!r}, got none; keys are {keys_of(sources[-1])}"
+                    f"expected the group key {self._group_key!r}, got none; keys are {keys_of(sources[-1])}{own}"
                 )
             group = found[0]
         has_group = group is not None
@@ -213,23 +241,3 @@ def _at_key(source: Any, key: str) -> Any:
         return source[key]
     first, _, rest = key.partition(".")
     return _at_key(source.get(first), rest) if rest else None
-
-
-def _rollout(
-    row: Mapping[str, Any], tokens: Any, template_mask: NDArray[np.bool_] | None, *, episode: str | int | None
-) -> Rollout:
-    token_ids = fields.token_ids(tokens)
-    size = len(token_ids)
-    advantage, logprobs, mask = (row.get(key) for key in ("advantage", "old_logprobs", "loss_mask"))
-    if isinstance(advantage, list):
-        advantage = fields.floats("advantage", advantage, size)
-    elif advantage is not None:
-        advantage = fields.number("advantage", advantage)
-    return Rollout(
-        token_ids=token_ids,
-        loss_mask=template_mask if mask is None else fields.mask(mask, size),
-        advantage=advantage,
-        reward=None if row.get("reward") is None else fields.number("reward", row["reward"]),
-        old_logprobs=None if logprobs is None else fields.log_probs("old_logprobs", logprobs, size),
-        episode=episode,
-    )

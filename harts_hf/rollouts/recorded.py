@@ -25,6 +25,7 @@ class Rollout:
             unknown, or None.
         episode: which rollout of its group it is a sample of: the rows of a conversation have the same; None if the
             file does not say, and then it is a rollout of its own.
+        where: the row that it was read from, such as ``line 3``, for messages; None if it was not read.
     """
 
     token_ids: IntArray | None
@@ -33,6 +34,7 @@ class Rollout:
     reward: float | None = None
     old_logprobs: NDArray[np.float64] | None = None
     episode: str | int | None = None
+    where: str | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

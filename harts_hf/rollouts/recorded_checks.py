@@ -159,7 +159,7 @@ def _check_advantages(groups: Sequence[RecordedGroup], trainer: Any) -> None:
             f"expected tree_credit='trajectory' with recorded advantages, got {credit!r}: advantages='rewards' leaves "
             "them out"
         )
-    if trainer._accepts_token_advantages:
+    if trainer.accepts_token_advantages:
         return
     several = [
         sample.where

@@ -1,6 +1,5 @@
 """Samples rollout trees: conversations that fork where a policy says, turn by turn, each going its own way."""
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ from harts_hf.rollouts.environments.workers import Workers
 from harts_hf.rollouts.fork_tree import ForkTree, Place
 from harts_hf.rollouts.forks import ForkPolicy
 from harts_hf.rollouts.sampled import SampledRollout, rollout_of
+from harts_hf.rollouts.seeds import seed_of
 from harts_hf.rollouts.turn_limits import TurnLimits
 
 # Makes an environment and begins its episode: the environment, and what it says first.
@@ -165,11 +165,11 @@ class TreeSampler:
     def _submit(self, tree: ForkTree, place: Place, shares: Sequence[int], *, first_branch: int) -> None:
         history = place.token_ids()
         # Which request this is, and nothing that depends on when it is made.
-        key = (self._seed, tree.index, *(step.branch for step in place.way()[1:]), first_branch)
+        seed = seed_of(self._seed, tree.index, *(step.branch for step in place.way()[1:]), first_branch)
         request = TurnRequest(
             history=history,
             max_tokens=min(self._limits.max_turn_tokens, self._room(tree, len(history))),
-            seed=_seed_of(key),
+            seed=seed,
             count=len(shares),
             entropies=self._policy.entropies,
             routes_from=place.num_routed() if self._routes else None,
@@ -311,8 +311,3 @@ class TreeSampler:
         for place in tree.places():
             self._close(place.environment)
             place.environment = None
-
-
-def _seed_of(key: tuple[int, ...]) -> int:
-    """32 bits that look independent for different keys."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little")

@@ -50,7 +50,7 @@ def place(
     choice: PlacementChoice,
     can_skip_scoring: bool,
     names: Sequence[str],
-    merge: Merge = RolloutTree.from_trajectories,
+    merge: Merge,
 ) -> Placed:
     """Plans the window of an update; the ranks end with one plan for all of them, or with one each.
 

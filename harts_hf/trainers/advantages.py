@@ -20,7 +20,7 @@ class TreeAdvantages:
     """
 
     # Whether the trainer's loss knows advantages of shape (B, T).
-    _accepts_token_advantages = True
+    accepts_token_advantages = True
     # What TRL's trainer sets.
     model: Any
     args: Any
@@ -57,7 +57,7 @@ class TreeAdvantages:
             per_token = self._turn_advantages(output)
         if per_token is not None:
             padded = _pad_like(per_token, output["completion_ids"], output["completion_mask"])
-            output["advantages"] = padded if self._accepts_token_advantages else self._of_rows(padded, output)
+            output["advantages"] = padded if self.accepts_token_advantages else self._of_rows(padded, output)
         finite = torch.isfinite(output["advantages"])
         if not finite.all():
             row = int((~finite).nonzero()[0, 0])

@@ -29,7 +29,7 @@ from harts_hf.rollouts.episodes import (
     without_absent,
 )
 from harts_hf.rollouts.recorded_rollouts import RecordedRollouts
-from harts_hf.trainers.decoding import decoding, reads_texts
+from harts_hf.trainers.decoding import decoding, reads_texts, stock_decoding
 from harts_hf.trainers.gathering import gathering_ragged
 from harts_hf.trainers.generated import Generated
 from harts_hf.trainers.grouping import grouped, ungrouped
@@ -110,7 +110,9 @@ class TreeEpisodes:
         output: dict[str, Any] = {}
         error: Exception | None = None
         try:
-            output = self._checked(self._user_rollout_func(prompts, trainer), len(prompts))
+            with stock_decoding(self.processing_class):
+                output = self._user_rollout_func(prompts, trainer)
+            output = self._checked(output, len(prompts))
         except Exception as found:
             error = found
         state = _state(output, error)
@@ -176,7 +178,9 @@ class TreeEpisodes:
     def _generate(self, prompts: list[Any]) -> Any:
         if self.rollout_func is not None and self.rollout_func != self._collect:
             self._user_rollout_func, self.rollout_func = self.rollout_func, self._collect
-        with decoding(self.processing_class, self._arrays, reads=reads_texts(self, self._calculates_rewards)):
+        if self.tools:  # which TRL calls in between, and adds what they say
+            return self._generate_episodes(prompts, super())
+        with decoding(self, self._arrays, reads=reads_texts(self, self._calculates_rewards)):
             return self._generate_episodes(prompts, super())
 
     def _generate_episodes(self, prompts: list[Any], parent: Any) -> Any:

@@ -35,6 +35,6 @@ class TreeGMPOTrainer(TreeAdvantages, TreeOffPolicy, TreeEpisodes, TreeHooks, GM
     _config_class = TreeGMPOConfig
     router_loss = "absent"
     replays_engine_routes = replays_old_routes = True
-    _accepts_token_advantages = False
+    accepts_token_advantages = False
     _loss_is_mean_over = "rows"
     _clips_log_ratios = True

@@ -26,10 +26,8 @@ from harts_hf.trainers.rows import PROMPTS, PaddedRows, token_ids, without_promp
 from harts_hf.trainers.scored_once import RecordedReference, ScoredOnce, Weights
 from harts_hf.trainers.settings import SettingsOfSlices, read_settings
 from harts_hf.trainers.skipping import has_custom_loss, reason_to_score
+from harts_hf.trainers.slicing import MOST_ON_CPU, SlicingHint
 from harts_hf.trainers.weighing import WEIGHTS, StepTotals, check_keys
-
-# Entries of a slice's largest tensor up to which its loss is computed on the CPU.
-MOST_ON_CPU = 2**20
 
 
 class TreePolicy:
@@ -46,6 +44,7 @@ class TreePolicy:
         routing: the routes that its steps replay.
         old_log_probs: compares recorded ones with the policy's own.
         options: how forwards run.
+        hint: says where a step has many small slices.
         slices: of the optimizer step so far.
         totals: during a step with episodes, what its slices hold together; else None.
     """
@@ -64,6 +63,7 @@ class TreePolicy:
         self.scored_once, self.reference = ScoredOnce(trainer), RecordedReference(trainer)
         self.routing = RoutingReplay(trainer, self.active_adapters)
         self.old_log_probs = OldLogProbs(trainer)
+        self.hint = SlicingHint(trainer)
         self.slices: list[TRLSlice] = []
         self.totals: StepTotals | None = None
         self.scaled_loss: torch.Tensor | None = None  # what TreeEpisodes made of TRL's latest loss
@@ -185,6 +185,7 @@ class TreePolicy:
             check_keys([one.batch for one in slices])
             self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
         self._is_custom = has_custom_loss(self.trainer)
+        self.hint.note([one.batch for one in slices])
         loss_device = self._loss_device(slices)
         if loss_device is not None:
             num_items = num_items.cpu() if isinstance(num_items, torch.Tensor) else num_items

@@ -119,7 +119,7 @@ class TreePPORollouts:
         kl = None if REFERENCE not in output else own - output[REFERENCE]
         with self._tree.ranks.together():  # values that are no numbers, on one rank
             mask, estimates = self._masked_estimates(output, values, kl, index, final)
-        kl_coef = self.beta
+        kl_coef = self.beta  # what rewards or losses of these rollouts have; the next line adapts it for later ones
         advantages, num_trained = self._whitened_and_logged(estimates, values, mask, kl, index, final)
 
         device, dtype = values.device, values.dtype

@@ -6,12 +6,15 @@ import torch
 
 
 class _Zero(torch.Tensor):
-    """A zero that Trainer can ask whether it is NaN or infinite without waiting for a GPU, as it does twice a step."""
+    """A zero that Trainer can ask whether it is NaN or infinite without waiting for a GPU, as it does twice a step.
+
+    The answer is a tensor on the CPU, since a ``training_step`` of one's own may ask ``torch.isnan(loss).any()``.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.isnan, torch.isinf):
-            return False
+            return torch.tensor(False)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -17,10 +17,11 @@ from torch import nn
 from harts_hf.modeling import has_routers, patch, unpatch
 from harts_hf.planner import PlannerConfig
 from harts_hf.tree import IntArray, RolloutTree
+from harts_hf.verify.figures import Verdict
 from harts_hf.verify.kinds import parameter_kinds
 from harts_hf.verify.layers import LayeredOracle
 from harts_hf.verify.oracle import build_oracle
-from harts_hf.verify.verdict import GradientErrors, LogProbs, Verdict, judge
+from harts_hf.verify.verdict import GradientErrors, LogProbs, judge
 from harts_hf.verify.ways import (
     AGAIN,
     BATCHED,

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from harts_hf.verify.verdict import POOLED_FACTOR, SINGLE_FACTOR, Difference, Verdict
+from harts_hf.verify.figures import Difference, Verdict
+from harts_hf.verify.verdict import POOLED_FACTOR, SINGLE_FACTOR
 from harts_hf.verify.ways import AGAIN, BATCHED, EXPANDED, JUDGED, ORACLE, ROUNDED, Way
 
 SHARED = "shared"

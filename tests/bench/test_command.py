@@ -7,8 +7,12 @@ from support import planted
 from support.chat import byte_tokenizer
 from support.models import tiny_model
 
+from harts_hf.bench.clock import StepClock
+from harts_hf.bench.comparing import Comparison
+from harts_hf.bench.stages import StageClock
 from harts_hf.cli.main import main
 from harts_hf.modeling import forwards
+from harts_hf.runtime import job
 
 SHAPE = {"parent": [-1, 0, 0, 1], "length": [40, 20, 30, 15], "sample_node": [3, 2, 1, 3]}
 
@@ -48,13 +52,17 @@ def test_messages_are_rendered_by_the_models_tokenizer(tmp_path, monkeypatch, ca
     (tmp_path / "m.jsonl").write_text(json.dumps({"task": "a", "messages": messages}) + "\n")
     seen = []
 
-    def measured(model, rollouts, args, tokenizer, *_, **__):
-        seen.append((rollouts, tokenizer))
+    def measured(step, *_, **__):
+        seen.append((step.rollouts, step.tokenizer))
         raise ValueError("measured")
 
     monkeypatch.setattr("harts_hf.bench.measure.measure_step", measured)
     status, output = run(capsys, "--model", tmp_path / "model", tmp_path / "m.jsonl", *FEW)
     assert status == 2 and "messages need a tokenizer" in output.err and not seen
+    tokenizer.save_pretrained(tmp_path / "model")
+    status, output = run(capsys, "--model", tmp_path / "model", tmp_path / "m.jsonl", *FEW)
+    assert status == 2 and "expected a tokenizer with a pad or an end token" in output.err and not seen
+    tokenizer.eos_token = "z"
     tokenizer.save_pretrained(tmp_path / "model")
     status, output = run(capsys, "--model", tmp_path / "model", tmp_path / "m.jsonl", *FEW)
     assert status == 2 and "measured" in output.err
@@ -64,8 +72,12 @@ def test_messages_are_rendered_by_the_models_tokenizer(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.slow
-def test_every_side_trains_the_same_and_is_timed(model, shapes, tmp_path, capsys):
+def test_every_side_trains_the_same_and_is_timed(model, shapes, tmp_path, capsys, monkeypatch):
     """A row names all that the speed rests on; the file and the picture are written."""
+    clocks, scoring, watch, begin = [], [], StepClock.watch, StageClock.begin
+    monkeypatch.setattr(StepClock, "watch", lambda self, trainer: (clocks.append(self), watch(self, trainer)))
+    now = lambda: any(clock.is_preparing for clock in clocks)  # noqa: E731
+    monkeypatch.setattr(StageClock, "begin", lambda self, stage: (scoring.append(now()), begin(self, stage)))
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     status, output = run(
         capsys, "--model", model, shapes, *FEW, "--batch-sizes", 1, 2, "--json", out, "--plot", plot, "--old-log-probs"
@@ -76,6 +88,8 @@ def test_every_side_trains_the_same_and_is_timed(model, shapes, tmp_path, capsys
     assert list(sides) == ["stock", "stock sorted", "packed", "collapsed", "tree"] and not row["failures"]
     assert (row["tokens"], row["unique_tokens"]) == (280, 105) and row["parity"]["passed"]
     assert set(sides["stock"]["tried"]) == {"stock 1", "stock 2"}
+    # All of the others' rows at once: their losses are those of one row at a time, which stock TRL is compared in.
+    assert [sides[kind]["rows_per_batch"] for kind in ("packed", "collapsed", "tree")] == [4, 4, 4]
     # Rows of the schedules: nothing shared, all but what another begins with, every token once.
     assert sides["packed"]["microbatches"] == {"packed 512": 1}
     assert row["work_ratios"]["rows"] == pytest.approx(280 / 105)
@@ -92,16 +106,35 @@ def test_every_side_trains_the_same_and_is_timed(model, shapes, tmp_path, capsys
     assert row["speedup"] == pytest.approx(row["baseline_seconds"] / row["seconds"])
     assert row["efficiency"] == pytest.approx(row["speedup"] / row["ideal"])
     assert all(sides[kind]["stages"]["rule"] > 0 for kind in ("packed", "collapsed", "tree"))
+    assert scoring and not any(scoring)  # stages are of the step, not of old log-probs before it
     assert row["clipping"]["stock"]["clipped"] == 0 and 0 < row["clipping"]["stock"]["rms"] < 1e-4
     # Rounding, not nothing: each side has computed its own gradient.
     assert all(0 < one["gradients"] < 1e-4 for one in row["parity"]["differences"].values())
     assert next(iter(row["parity"]["differences"])) == "stock 1, rounded again"
+    assert "512 tokens" in output.out and ("1 row " in output.out or "2 rows" in output.out)
     assert "efficiency" in output.out and "parity: gradients differ from stock 1's by" in output.out
     assert plot.stat().st_size > 10_000
 
 
+def lost_in_whole_steps(monkeypatch):
+    """Gradients of half their size on the tree, but not on the trajectories that are compared before."""
+    verdict, collect, is_timed = Comparison.verdict, job.collect, []
+
+    def compared(*args):
+        found = verdict(*args)
+        is_timed.append(True)
+        return found
+
+    def lost(gradients, indices, num_rows):
+        found = collect(gradients, indices, num_rows)
+        return 0.5 * found if is_timed and num_rows == 105 else found
+
+    monkeypatch.setattr(Comparison, "verdict", compared)
+    monkeypatch.setattr(job, "collect", lost)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("plant", [planted.conv_over_branches, planted.one_label_per_row])
+@pytest.mark.parametrize("plant", [planted.conv_over_branches, planted.one_label_per_row, lost_in_whole_steps])
 def test_no_speed_of_a_tree_that_trains_something_else(plant, model, shapes, tmp_path, monkeypatch, capsys):
     """Exit status 1, the reason, and no speed-up anywhere."""
     plant(monkeypatch)
@@ -154,7 +187,8 @@ def test_a_recipe_with_the_time_of_its_sampling(tmp_path, capsys):
     ("arguments", "message"),
     [
         (("rollouts.jsonl",), "expected --model with a rollout file, or a recipe (.yaml), got 'rollouts.jsonl' alone"),
-        (("--model", "nope", "rollouts.jsonl"), "rollouts.jsonl: no such file"),
+        (("--model", ".", "rollouts.jsonl"), "rollouts.jsonl: no such file"),
+        (("--model", "nope", "rollouts.jsonl"), "expected --model to be a model's folder or name, got 'nope'"),
         (("recipes/tiny_ppo.yaml",), "expected a recipe with trainer: grpo, got 'ppo'"),
         (("recipes/tiny_grpo.yaml", "--lora", "4"), "expected --lora with --model only: a recipe has fields for it"),
         (("recipes/tiny_grpo.yaml", "--max_step", "4"), "unknown key 'max_step'"),
@@ -178,6 +212,9 @@ def test_arguments_that_cannot_be_used(model, shapes, monkeypatch, capsys):
     assert status == 2 and "expected another file for --plot than for --json, got 'same.png'" in output.err
     status, output = run(capsys, "--model", model, shapes, "--sides", "tree")
     assert status == 2 and "at least one of stock, stock sorted, packed" in output.err
+    # What the tree refuses, before stock trainers have run.
+    status, output = run(capsys, "--model", model, shapes, "--budgets", 1)
+    assert status == 2 and "at least 64" in output.err and "trying" not in output.err
     with pytest.raises(SystemExit) as stop:
         run(capsys, "--model", model, shapes, "--learning_rate", "1")
     assert stop.value.code == 2 and "unrecognized arguments: --learning_rate 1" in capsys.readouterr().err

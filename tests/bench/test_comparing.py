@@ -8,9 +8,10 @@ import torch
 from support import planted
 from support.models import VOCAB, tiny_model
 
-from harts_hf.bench import comparing
+from harts_hf.bench import comparing, variants
+from harts_hf.bench.progress import read_said
 from harts_hf.bench.rollouts import StepRollouts
-from harts_hf.bench.sides import Setting, common_arguments
+from harts_hf.bench.sides import BenchStep, Setting, common_arguments
 from harts_hf.bench.subject import word_tokenizer
 from harts_hf.modeling import forwards
 from harts_hf.rollouts.shapes import shape_group
@@ -19,16 +20,19 @@ from harts_hf.rollouts.shapes import shape_group
 SHAPE = {"parent": [-1, 0, 0, 1, 1], "length": [70, 40, 30, 35, 50], "sample_node": [3, 2, 1, 3, 4]}
 
 
-def verdict(family, dtype, *, checkpointing=False):
-    """Of all sides on a tiny model."""
+def verdict(family, dtype, *, checkpointing=False, kinds=("stock",), said=None, **more):
+    """Of sides on a tiny model: those of some kinds, without sharing, the tree; ``said`` gets what is done."""
     is_low = dtype == torch.bfloat16
     args = common_arguments(
         bf16=is_low, use_cpu=True, optim="sgd", dataloader_pin_memory=False, router_aux_loss_coef=0.0,
         activation_checkpointing=checkpointing, activation_checkpointing_kwargs={"use_reentrant": False},
+        **more,
     )  # fmt: skip
     rollouts = StepRollouts.of([shape_group(SHAPE, "a")], vocab_size=VOCAB)
-    comparison = comparing.Comparison(tiny_model(family, dtype=dtype), rollouts, args, word_tokenizer())
-    return comparison.verdict([Setting(kind="stock", size=1)], 512, dtype)
+    step = BenchStep(model=tiny_model(family, dtype=dtype), rollouts=rollouts, args=args, tokenizer=word_tokenizer())
+    chosen = [Setting(kind=kind, size=1) for kind in kinds]
+    said = [] if said is None else said
+    return comparing.Comparison(step, progress=said.append).verdict(chosen, 512, dtype)
 
 
 @pytest.mark.slow
@@ -71,6 +75,40 @@ def halved_logprobs(monkeypatch):
     monkeypatch.setattr(forwards, "token_logprobs", halved)
 
 
+def advantages_of_other_rows(monkeypatch):
+    """Sorted batches of stock TRL whose advantages are those of the next."""
+    function = variants.sorted_batches
+
+    def moved(batches):
+        found = function(batches)
+        advantages = [batch["advantages"] for batch in found]
+        return [
+            {**batch, "advantages": own} for batch, own in zip(found, [*advantages[1:], advantages[0]], strict=True)
+        ]
+
+    monkeypatch.setattr(variants, "sorted_batches", moved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (None, None),
+        (advantages_of_other_rows, "gradients of stock sorted 1 differ from stock 1's by"),
+        (halved_logprobs, "scale of packed 512 differ from stock 1's by 5.00e-01, at most 1.00e-03"),
+    ],
+)
+def test_baselines_and_gradients_that_are_clipped(plant, message, monkeypatch):
+    """All sides are compared, and their gradients as they are before they are clipped to one norm."""
+    if plant is not None:
+        plant(monkeypatch)
+    kinds = ("stock", "stock sorted", "collapsed")
+    found = verdict("qwen3_5_text", torch.float32, kinds=kinds, max_grad_norm=1e-3)
+    assert found.passed is (plant is None)
+    assert {"stock sorted 1", "collapsed 512", "tree 225"} < set(found.differences)
+    assert plant is None or any(message in failure for failure in found.failures), found.failures
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "message"),
@@ -84,7 +122,10 @@ def test_a_mixture_of_experts_in_bfloat16(plant, message, monkeypatch):
     """Where routers choose for themselves, right gradients are 12 % apart; on the same routes 3 %, and bugs show."""
     if plant is not None:
         plant(monkeypatch)
-    found = verdict("qwen3_5_moe_text", torch.bfloat16)
+    said: list[str] = []
+    found = verdict("qwen3_5_moe_text", torch.bfloat16, said=said)
+    of_kinds = comparing.kinds_compared(("stock", "tree"), routed=True)
+    assert sorted(kind for _, kind in map(read_said, said)) == sorted(of_kinds)
     assert found.passed is (plant is None) and found.routes == "same"
     if plant is None:
         told, own = found.differences["packed 512"]["gradients"], found.own_routes["packed 512"]["gradients"]

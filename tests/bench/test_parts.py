@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,15 +12,17 @@ from support.models import VOCAB
 from support.trees import random_trajectories
 
 from harts_hf import PlannerConfig, RolloutTree
+from harts_hf.bench import sides
 from harts_hf.bench.clipping import clipping_of, measure_clipping
 from harts_hf.bench.collapsing import CollapsingPlanner, collapse, is_contained
-from harts_hf.bench.ideal import Work, ideal_step, microbatch_constant
-from harts_hf.bench.parity import judge, relative_difference, sketch_gradients
+from harts_hf.bench.comparing import entropy_of, settings_compared
+from harts_hf.bench.ideal import Work, all_divided, ideal_step, microbatch_constant
+from harts_hf.bench.parity import judge, judge_whole, relative_difference, scale_off, sketch_gradients
 from harts_hf.bench.progress import Progress, guess_of_step, in_words, size_in_words
 from harts_hf.bench.report import total_of
 from harts_hf.bench.results import BenchOptions
 from harts_hf.bench.rollouts import LABELS, StepRollouts, steps_of
-from harts_hf.bench.sides import KINDS
+from harts_hf.bench.sides import KINDS, Setting, rows_at_once
 from harts_hf.bench.stages import StageClock
 from harts_hf.bench.variants import sorted_batches
 from harts_hf.cli import bench_arguments
@@ -52,26 +55,29 @@ def test_time_that_is_left():
     options = BenchOptions(kinds=("stock", "tree"), batch_sizes=(1, 2, 4), budgets=(4, 64), steps=2)
     now, said = [0.0], []
     progress = Progress(options, rows, said.append, guess=16.0, clock=lambda: now[0])
-    # Stock: three settings twice, two timed; the tree: two settings twice, two timed, one for its stages.
-    assert progress.num_steps == 6 + 2 + 4 + 2 + 1
-    assert progress.seconds_left == pytest.approx(8 * 16 + 7 * 7)
+    # Stock: three settings twice, two timed; the tree: two settings twice, two timed, one for its stages. Compared are
+    # stock TRL and that rounded again, two without sharing, two of the tree.
+    assert progress.num_steps == 6 + 2 + 4 + 2 + 1 + 6
+    assert progress.seconds_left == pytest.approx(8 * 16 + 7 * 7 + 4 * 16 + 2 * 7)
     progress("trying stock 1")
     now[0] = 64.0  # two runs of 32 s
     progress("trying stock 2")
-    assert progress.num_steps == 2 + 2 + 7
+    assert progress.num_steps == 2 + 2 + 7 + 6
     now[0] = 144.0  # of 40 s: the third size is not tried
     progress("trying tree 4")
     assert said == [
-        "trying stock 1, about 3 min left",
-        "trying stock 2, about 5 min left",
-        "trying tree 4, about 3 min left",
+        "trying stock 1, about 4 min left",
+        "trying stock 2, about 7 min left",
+        "trying tree 4, about 7 min left",
     ]
-    assert progress.num_steps == 2 + 5
+    assert progress.num_steps == 2 + 5 + 6
     now[0] = 148.0
     progress("trying tree 64")
     now[0] = 150.0
-    progress("comparing with stock 1")
-    now[0] = 200.0
+    for number, label in enumerate(("stock 1", "stock 1, rounded again", "packed 64", "tree 64/1 on the same routes")):
+        progress(f"comparing {label}")
+        assert progress.num_steps == 5 + 5 - number
+    now[0] = 200.0  # of what is compared alone nothing is learnt
     for number, kind in ((1, "stock 1"), (1, "tree 64"), (2, "stock 1"), (2, "tree 64")):
         progress(f"step {number} of 2: {kind}")
         now[0] += 3
@@ -117,7 +123,9 @@ def test_rows_of_a_step():
 def test_filling_up_trains_nothing():
     """Rows that fill a batch up change neither labels nor the mean reward."""
     found = StepRollouts.of([group()], vocab_size=10)
+    found = replace(found, routes=tuple(np.full((len(ids), 1, 2), len(ids)) for ids in found.token_ids))
     filled = found.filled(3)
+    assert [len(experts) for experts in filled.routes[4:]] == [2, 2] and (filled.routes[5] == 3).all()
     assert len(filled.token_ids) == 6 and found.filled(2) is found
     assert filled.num_labels == found.num_labels and np.mean(filled.rewards) == pytest.approx(np.mean(found.rewards))
 
@@ -135,6 +143,7 @@ def test_shapes_get_tokens():
         ({"vocab_size": 9}, "below the vocabulary size 9, got 9"),
         ({"labels": "some"}, "labels to be one of recorded, all, got 'some'"),
         ({"groups": [group([[1], [2, 3]])]}, "at least two trajectories that predict a token in a step, got 1"),
+        ({"groups": [group([[1, 2, 3]] * 3)]}, "two different trajectories in a step, got 3 equal ones"),
         ({"groups": [group(masks=[[0] * len(row) for row in ROWS])]}, "trained token in a step, got none in group a"),
     ],
 )
@@ -154,6 +163,7 @@ def test_rollouts_that_cannot_be_benchmarked(arguments, message):
         ({"kinds": ("tree", "collapsed")}, "tree and at least one of stock, stock sorted, packed"),
         ({"kinds": ("packed",)}, "tree and at least one of"),
         ({"budgets": ()}, "budgets to be numbers of at least 1"),
+        ({"slice_rows": (4, 0)}, "slice_rows to be numbers of at least 1"),
         ({"steps": 0}, "at least one timed step, got 0"),
         ({"seconds_per_side": math.nan}, "seconds per side above 0, got nan"),
     ],
@@ -232,7 +242,12 @@ def test_sketches_say_how_far_gradients_are_apart(size):
 def test_nothing_is_not_like_nothing():
     """Two gradients of zero are no agreement: something was to be trained."""
     zero = {"weight": torch.zeros(4, dtype=torch.float64)}
-    assert math.isnan(relative_difference(zero, zero)) and judged(half=math.nan)[1] and judged(rounded=math.nan)[1]
+    assert (
+        math.isnan(scale_off(zero, zero))
+        and math.isnan(relative_difference(zero, zero))
+        and judged(half=math.nan)[1]
+        and judged(rounded=math.nan)[1]
+    )
 
 
 def judged(
@@ -264,8 +279,34 @@ def test_the_verdict_on_sides():
         failures = judged(**wrong)[1]
         assert len(failures) == 1 and message in failures[0]
     assert not judged(rounded=0.2, packed=0.3, tree=0.3, half=0.03, sharing=0.1, flips=0.1, dtype=torch.bfloat16)[1]
-    assert judged(rounded=0.0, half=0.0, packed=1e-5, tree=1e-5, sharing=1e-5)[0]["sharing"] == 2e-5  # in any case
+    assert judged(rounded=1e-9, half=0.0, packed=1e-5, tree=1e-5, sharing=1e-5)[0]["sharing"] == 2e-5  # in any case
+    blind = judged(rounded=0.0, half=0.0, packed=0.0, tree=0.0, sharing=0.0)[1]
+    assert blind == ["rounding once more behind each layer does not move the gradient of stock 1"]
+    # In bfloat16 sharing may move the gradient by 0.4 here, each parameter otherwise, but not the scale by 6 %.
+    low = {"from_packed": {"packed 4": 0.1, "tree 8": 0.06}, "flips": {}, "dtype": torch.bfloat16, "reference": "a"}
+    assert not judge({}, **low, scales={"packed 4": 0.2, "tree 8": 0.01})[1]
+    assert judge({}, **low, scales={"tree 8": 0.06})[1] == [
+        "sharing moves the scale of the gradient of tree 8 by 6.00e-02, at most 2.00e-02 expected"
+    ]
+    (failure,) = judge({"packed 8": {"gradients": 0.1, "scale": 0.1, "entropy": 0.0}}, **low)[1]
+    assert failure == "scale of packed 8 differ from a's by 1.00e-01, at most 5.00e-02 expected"
     assert "gradients" not in judge({}, {"tree 8": 0.0}, {}, torch.float32, reference="packed 8")[0]
+
+
+def test_what_whole_steps_say():
+    """Those of the tree and of packed rows; what a trainer does not log is not compared."""
+    logs = {"packed 8": {"grad_norm": 1.0, "entropy": 2.0}, "tree 8": {"grad_norm": 1.01, "entropy": 2.001}}
+    assert not judge_whole(logs, torch.float32) and not judge_whole({}, torch.float32)
+    assert not judge_whole({**logs, "tree 8": {}}, torch.float32)
+    for wrong, message in (
+        (
+            {"grad_norm": 0.5},
+            "grad_norm of the timed step of tree 8 differs from packed 8's by 5.00e-01, at most 2e-02",
+        ),
+        ({"entropy": math.nan}, "entropy of the timed step of tree 8 differs from packed 8's by nan, at most 1e-03"),
+    ):
+        (failure,) = judge_whole({**logs, "tree 8": {**logs["tree 8"], **wrong}}, torch.float32)
+        assert message in failure
 
 
 def test_a_part_of_a_step_stands_side_by_side_in_the_tree():
@@ -276,6 +317,10 @@ def test_a_part_of_a_step_stands_side_by_side_in_the_tree():
     assert sorted(map(len, part.token_ids)) == [3, 4, 4] and part.tree.num_tokens == 5
     assert part.rewards == tuple(found.rewards[number] for number in (1, 2, 3))
     assert len(found.part(1).token_ids) == 2
+    # Five equal ones would be the most that fit into 10 tokens, and train nothing.
+    repeated = StepRollouts.of([group([[5, 6]] * 5 + [[5, 7, 8, 9], [5, 7, 8, 8]])], vocab_size=10)
+    assert [ids.tolist() for ids in repeated.part(10).token_ids] == [[5, 6]] * 3 + [[5, 7, 8, 8]]
+    assert [ids.tolist() for ids in repeated.part(3).token_ids] == [[5, 6], [5, 7, 8, 8]]
 
 
 def test_stock_sizes_are_at_most_the_rows_of_the_step():
@@ -283,6 +328,39 @@ def test_stock_sizes_are_at_most_the_rows_of_the_step():
     found = StepRollouts.of([group()], vocab_size=10)
     options = BenchOptions(batch_sizes=(8, 2, 64, 1))
     assert [setting.size for setting in options.settings("stock", found)] == [1, 2, 4]
+
+
+def test_rows_of_a_batch_without_padding(monkeypatch):
+    """All rows, or equal parts that are quick; those that are asked for with every budget, all rows at most."""
+    found = StepRollouts.of([group()], vocab_size=10)
+    assert rows_at_once(found) == 4
+    monkeypatch.setattr(sides, "MOST_ON_CPU", 3 * max(map(len, found.masks)))
+    assert rows_at_once(found) == 2
+    labels = [setting.label for setting in BenchOptions(budgets=(4, 8)).settings("packed", found)]
+    assert labels == ["packed 4", "packed 8"]
+    options = BenchOptions(budgets=(4, 8), slice_rows=(64, 1), fixed={"tree": 16})
+    labels = [setting.label for setting in options.settings("packed", found)]
+    assert labels == ["packed 4/1", "packed 4/4", "packed 8/1", "packed 8/4"]
+    assert [setting.label for setting in options.settings("tree", found)] == ["tree 16/1", "tree 16/4"]
+
+
+def test_entropies_are_weighed_by_tokens():
+    """Whichever batches TRL has taken the means of."""
+    masks = [torch.tensor([[1, 0, 0]]), torch.tensor([[1, 1, 1]])]
+    trainer = SimpleNamespace(
+        _metrics={"train": {"entropy": [1.0, 2.0]}}, _buffered_inputs=[{"completion_mask": mask} for mask in masks]
+    )
+    assert entropy_of(trainer) == 1.75
+
+
+def test_losses_that_depend_on_their_batch_are_compared_in_rows():
+    """So are more rows than are quick at once: rows that fill a batch up would change what is trained."""
+    found = StepRollouts.of([group()], vocab_size=10)
+    chosen = [Setting(kind="stock", size=2), Setting(kind="tree", size=128, rows=2)]
+    labels = [setting.label for setting in settings_compared(chosen, found, 64)]
+    assert labels == ["stock 1", "packed 64", "tree 64"]
+    labels = [setting.label for setting in settings_compared(chosen, found, 64, in_rows=True)]
+    assert labels == ["stock 1", "packed 64/1", "tree 64/1"]
 
 
 def test_labels_of_collapsed_trajectories_are_counted_once():
@@ -311,6 +389,8 @@ def test_the_ideal_divides_each_stage_by_its_own_ratio():
         }
     )
     assert found.total == pytest.approx(9.95)
+    # A second of the baseline's 20 is constants; without any, its rows' part divides by 5, too.
+    assert all_divided(found.seconds, 5.0, 4, 1) == pytest.approx(9.95 - 0.25 + 0.2)
     assert microbatch_constant([1, 2, 4], [1.0, 1.5, 2.5]) == pytest.approx(0.5)
     assert microbatch_constant([2, 2], [1.0, 3.0]) == 0 and microbatch_constant([1, 3], [3.0, 1.0]) == 0
 
@@ -370,12 +450,14 @@ def row(name, seconds, tokens, **more):
 def test_a_total_scales_what_was_sampled_and_says_so():
     """Seconds add up; a side that ran on some groups is scaled by tokens; efficiency needs every step."""
     baseline = {"baseline_seconds": 4.0, "baseline_peak_memory": 7, "efficiency": 0.9, "ideal_seconds": {"a": 0.9}}
+    baseline |= {"ideal_at_most": 8.0, "efficiency_at_least": 0.5}
     stock = {"stock_seconds": 10.0, "stock_peak_memory": None}
     rows = [row("a", 1.0, 100, **baseline, **stock), row("b", 1.0, 300, **baseline)]
     total = total_of(rows)
     assert total["speedup"] == 4.0 and total["speedup_stock"] == 20.0
     assert total["scaled"] == {"stock": ["a"]} and total["baseline_peak_memory"] == 7
     assert total["efficiency"] == pytest.approx(0.9) and total["sharing_ratio"] == 20
+    assert (total["ideal_at_most"], total["efficiency_at_least"]) == pytest.approx((8.0, 0.5))
     assert total_of([rows[0], row("b", 1.0, 300)])["steps"] == 2
     with pytest.raises(ValueError, match="one step that was timed with a baseline, got none"):
         total_of([row("b", 1.0, 300)])

@@ -98,7 +98,11 @@ def test_the_output_folder_is_tried(name, reason, tmp_path, capsys):
 def test_what_follows_from_a_missing_model_is_not_said(dry_run):
     """No tokenizer of an agent is asked for where a model is named that is not there."""
     status, said = dry_run("--model_name_or_path", "nowhere", recipe="recipes/qwen3_5_grpo_1gpu.yaml")
-    assert status == 1 and "expected model_name_or_path to be a folder" in said and "verdict 1 refused" in said
+    assert (
+        status == 1
+        and "expected model_name_or_path to be a model's folder or name, got 'nowhere'" in said
+        and "verdict 1 refused" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,7 @@ def test_what_follows_from_a_missing_model_is_not_said(dry_run):
         (["--environment", "no.such:Thing"], "cannot import 'no.such'"),
         (["--environment_kwargs", '{"num_items": 99}'], "expected num_items in"),
         (["--model_config.hiden_size", "8"], "unknown key 'model_config.hiden_size'"),
-        (["--model_type", "", "--model_name_or_path", "nowhere"], "expected model_name_or_path to be a folder"),
+        (["--model_type", "", "--model_name_or_path", "nowhere"], "expected model_name_or_path to be a model"),
         (["--num_processes", "3", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2",
           "--steps_per_generation", "1"], "must be divisible by num_generations"),
         (["--dry_run_rollouts", "nowhere.jsonl"], "nowhere.jsonl: no such file"),

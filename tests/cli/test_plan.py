@@ -75,6 +75,18 @@ def test_all_ranks_are_counted(tmp_path, capsys):
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("command", ["plan", "verify", "bench"])
+def test_several_files_are_named(command, capsys):
+    """In words, and not as unknown arguments; an unknown option stays one."""
+    model = [] if command == "plan" else ["--model", "m"]
+    assert main([command, "a.jsonl", "b.jsonl", *model]) == 2
+    error = capsys.readouterr().err
+    assert "expected one file of rollouts, got 2: a.jsonl, b.jsonl" in error and "usage" not in error
+    with pytest.raises(SystemExit):
+        main([command, "a.jsonl", "--nope", "b.jsonl", *model])
+    assert "unrecognized arguments: --nope b.jsonl" in capsys.readouterr().err
+
+
 def test_too_many_ranks_are_refused_at_once(tmp_path, capsys):
     """Before the file is read: it need not even be one."""
     assert main(["plan", str(tmp_path / "nowhere.jsonl"), "--world-size", "100000"]) == 2

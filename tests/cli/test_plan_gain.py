@@ -16,7 +16,7 @@ from harts_hf.cli import plan_picture
 from harts_hf.cli.main import main
 from harts_hf.cli.plan_picture import drawable, plot_plan
 from harts_hf.cli.plan_report import DEFAULT_ROW_BYTES, RowBytes, plan_report
-from harts_hf.cli.plan_text import factor, format_report, gigabytes, seconds
+from harts_hf.cli.plan_text import NOT_SHARED, factor, format_report, gigabytes, seconds
 from harts_hf.modeling import handed_sizes
 from harts_hf.modeling.costs import DEFAULT_WORK, count_work, scaled_cost
 from harts_hf.modeling.memory import row_bytes
@@ -160,7 +160,11 @@ def test_a_models_own_figures(tmp_path, capsys):
     rows = row_bytes(tiny_model("qwen3_5_text").bfloat16(), checkpointing=True, fused=True)
     assert content["gain"]["memory_bytes"]["before"]["activations"] == 200 * (rows.kept + rows.running)
     assert content["gain"]["seconds"]["after"] < said[1][1]["gain"]["seconds"]["after"]
-    assert "time: for Ling-3.0-tiny on an H200" in said[1][0]
+    assert "time: for Ling-3.0-tiny on an H200" in said[1][0] and NOT_SHARED not in said[1][0]
+    rows = [{"group": "a", "token_ids": [*range(70 * turn), 0]} for turn in range(1, 12)]  # many calls, little saved
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    main(["plan", str(tmp_path / "r.jsonl"), "--model", str(tmp_path / "tiny"), "--memory", "141GB"])
+    assert f"the same\n  {NOT_SHARED}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

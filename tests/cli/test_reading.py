@@ -127,7 +127,7 @@ def test_what_cannot_be_read_is_a_line(rollouts, tokenizer, capsys, options, mes
         ("r.jsonl", '{"messages": []}', "line 1: expected messages to be a non-empty list of objects"),
     ],
 )
-@pytest.mark.parametrize("command", [["plan"], ["verify", "--model", "nowhere"]])
+@pytest.mark.parametrize("command", [["plan"], ["verify", "--model", "."]])
 def test_files_are_looked_at_first(tmp_path, capsys, command, name, content, message):
     """Before tokenizers and weights, which here are not even there."""
     if content is not None:

@@ -54,7 +54,7 @@ def bomb(depth=9):
         ("env: [1]\n", "expected env to be a mapping of environment variables, got list"),
         ("env: {'A=B': 1}\n", "expected env to name environment variables, got 'A=B'"),
         ("env: {A: [1]}\n", "expected env to give A a text or a number, got [1]"),
-        ("branching: 4\n", "expected branching to be a list, got 4"),
+        ("branching: 4\n", "expected branching to be a list, such as [4, 2], got 4"),
         ("branching: [4, x]\n", "expected branching to be an integer, got 'x'"),
         ("max_turns: 2.5\n", "expected max_turns to be an integer, got 2.5"),
         ("max_steps: true\n", "expected max_steps to be an integer, got True"),
@@ -82,7 +82,10 @@ def test_recipes_that_are(write):
 
 def test_folders_and_missing_files(tmp_path, capsys):
     """What the system says, in one line."""
-    for name, reason in ((tmp_path, "Is a directory"), (tmp_path / "none.yaml", "No such file or directory")):
+    for name, reason in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "none.yaml", "got no such file"),
+    ):
         assert harts(["train", str(name)]) == 2
         assert reason in capsys.readouterr().err
     assert harts(["train", "--config"]) == 2

@@ -227,11 +227,11 @@ def test_steps_in_which_nothing_can_be_scored(reward, means, user_code, tmp_path
         ),
     ],
 )
-def test_user_code_that_ends_the_run(options, message, user_code, tmp_path, capsys):
-    """Whatever it raises is an error with its traceback and exit status 1, never a quiet end or a success."""
+def test_user_code_that_ends_the_run(options, message, user_code, tmp_path, capsys, caplog):
+    """Whatever it raises is an error with its traceback, once, then a line; exit status 1, never a quiet end."""
     assert user_code(*options) == 1
     error = capsys.readouterr().err
-    assert "Traceback" in error and message in error
+    assert (error + caplog.text).count("Traceback (most recent") == 1 and message in error.splitlines()[-1]
     assert not (tmp_path / "out" / "summary.json").exists()
 
 
@@ -301,6 +301,15 @@ def test_unknown_keys_are_named(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ["--branching", "4,2"],
+            "integers after --branching, with spaces between them, as in --branching 4 2, got",
+        ),
+        (["--branching", "[4, 2]"], "got '[4, 2]'"),
+        (["--branching"], "expected one or more values after --branching, got none"),
+        (["--max_steps=four"], "expected --max_steps to be an integer, got 'four'"),
+        (["--fork_policy", "x"], "expected --fork_policy to be one of turn, entropy, budget, none, got 'x'"),
+        (["--learning_rate"], "expected a value after --learning_rate, got none"),
         (["--branching", "4", "0"], "branching factors of at least 1, got [4, 0]"),
         (["--fork_turns", "0", "1"], "as many fork turns as branching factors"),
         (["--fork_budget", "100"], "expected fork_budget with fork_policy budget only, got turn"),

@@ -1,5 +1,6 @@
 """`harts train` with agents: where rollouts come from, and a run whose tree is of an agent's samples."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -69,11 +70,27 @@ def test_a_template_that_nobody_parses_is_refused_before_anything_is_sampled(tmp
         assert "expected a chat template whose answers TRL can parse" in " ".join((output.out + output.err).split())
 
 
-def test_without_its_extra_agents_are_refused(tmp_path, capsys, monkeypatch):
-    """The web server is no dependency of those who train on environments."""
-    monkeypatch.setitem(sys.modules, "harts_hf.rollouts.gateway", None)
-    assert harts(["train", TINY, "--output_dir", str(tmp_path)]) == 2
-    assert "agents need the extra 'agents'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("missing", "options", "needs"),
+    [
+        ("uvicorn", [], "an agent by URL needs uvicorn, of the extra agents"),
+        ("openai", [], "openai is not installed, of the extra agents"),
+        ("peft", ["--use_peft", "true"], "use_peft needs peft, of the extra peft"),
+    ],
+)
+def test_what_is_missing_is_named_with_its_extra(missing, options, needs, tmp_path, capsys, monkeypatch):
+    """The web server, the recipe's client and adapters are no dependencies of those who train on environments."""
+    importlib.import_module("harts_hf.cli.train")  # TRL's trainers look for PEFT once, when they are imported
+    for name in list(sys.modules):
+        if name.startswith(("harts_hf.rollouts.gateway", "harts_hf.rollouts.agents")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr("harts_hf.cli.train_arguments.find_spec", lambda name: None if name == missing else True)
+    for more in ([], ["--dry-run"]):
+        assert harts(["train", TINY, "--output_dir", str(tmp_path), *options, *more]) in (1, 2)
+        said = capsys.readouterr()
+        said = " ".join((said.out + said.err).split())
+        assert f'{needs}: in the clone, pip install -e ".[' in said and "Traceback" not in said
 
 
 def test_an_agents_samples_are_trained(tmp_path):

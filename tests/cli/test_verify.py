@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from shared_data import shape_file
 from support import planted, planted_windows
-from support.models import VOCAB, tiny_model
+from support.models import SHALLOW, VOCAB, tiny_model
 from support.trees import real_trajectories
 
 from harts_hf.cli.main import main
@@ -30,7 +30,7 @@ def models(tmp_path_factory):
     """Folders of tiny models by family."""
     folder = tmp_path_factory.mktemp("models")
     for family in ("bailing_hybrid", "qwen3_5_text"):
-        tiny_model(family, seed=3).save_pretrained(folder / family)
+        tiny_model(family, seed=3, **SHALLOW).save_pretrained(folder / family)
     return folder
 
 
@@ -129,7 +129,7 @@ def test_unsupported_models_are_named(tmp_path, rollouts, capsys):
     assert "expected dropout 0 everywhere, got config.attention_dropout = 0.1" in output.err
 
 
-def test_input_that_cannot_be_used_is_named(models, rollouts, tmp_path, capsys):
+def test_input_that_cannot_be_used_is_named(models, rollouts, tmp_path, monkeypatch, capsys):
     """A missing file, a bad number of draws, token ids beyond the vocabulary: exit status 2 and what was expected."""
     model = models / "qwen3_5_text"
     assert run("--model", model, tmp_path / "none.jsonl", capsys=capsys)[0] == 2
@@ -138,9 +138,12 @@ def test_input_that_cannot_be_used_is_named(models, rollouts, tmp_path, capsys):
     status, output = run("--model", model, rollouts, "--device", "nowhere", capsys=capsys)
     assert status == 2 and "expected a device such as cpu or cuda, got 'nowhere'" in output.err
     large = tmp_path / "large.jsonl"
-    large.write_text(json.dumps({"group": 0, "token_ids": [1, VOCAB + 5]}))
+    rows = [{"group": 0, "token_ids": [1, token]} for token in (VOCAB - 1, VOCAB)]
+    large.write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr("harts_hf.cli.verify.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
     status, output = run("--model", model, large, capsys=capsys)
-    assert status == 2 and f"below the vocabulary size {VOCAB}, got {VOCAB + 5}" in output.err
+    assert status == 2 and f"below {VOCAB}, the vocabulary of" in output.err
+    assert f"got others in line 2 (token {VOCAB})" in output.err
 
 
 @pytest.mark.exhaustive
@@ -208,7 +211,7 @@ def test_rollouts_that_predict_nothing_and_models_of_nan(models, rollouts, tmp_p
 @pytest.mark.exhaustive
 def test_router_loss(rollouts, tmp_path, monkeypatch, capsys):
     """With a router's auxiliary loss: PASS, FAIL where shared tokens count once, refused without routers."""
-    tiny_model("qwen3_next", seed=3).save_pretrained(tmp_path / "experts")
+    tiny_model("qwen3_next", seed=3, **SHALLOW).save_pretrained(tmp_path / "experts")
     arguments = ("--model", tmp_path / "experts", rollouts, "--max-tokens", 500, "--draws", 2, "--router-loss", 50)
     status, output = run(*arguments, capsys=capsys)
     assert status == 0 and "with 50.0 times the router's" in output.out, output.out

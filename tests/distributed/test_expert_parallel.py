@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launching import run_processes
+from support.launching import made_once, run_processes
 
 from harts_hf.planner.execution import DUMMY
 
@@ -17,10 +17,9 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory):
+def left():
     """What both processes left."""
-    folder = tmp_path_factory.mktemp("experts")
-    run_processes(SCRIPT, folder)
+    folder = made_once("experts", lambda folder: run_processes(SCRIPT, folder))
     return [torch.load(folder / f"experts-{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 

@@ -1,11 +1,15 @@
 """`harts train` on two processes, by a real launcher and with DeepSpeed; one that starts one: test_launchers.py."""
 
 import json
+import os
+import select
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from support.launching import launch, run_processes
+from support.launching import launch, run_processes, write_python
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -21,6 +25,25 @@ num_processes: 2
 machine_rank: 0
 use_cpu: false
 """
+
+
+@pytest.mark.distributed
+def test_forks_that_stand_in_for_python(tmp_path):
+    """What launchers and transcripts start: streams, status, arguments and signals are those of a process."""
+    python = write_python(tmp_path / "python", "packages")
+    code = "import sys; print(sys.stdin.read(), sys.argv, sys.executable); sys.exit('no')"
+    done = subprocess.run(
+        [python, "-u", "-c", code, "a b"], input="read", capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.stdout, done.stderr) == (f"read ['-c', 'a b'] {python}\n", "no\n") and done.returncode == 1
+    sleeps = [python, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
+    for signal_, returncode in ((signal.SIGTERM, -15), (signal.SIGKILL, -9)):
+        process = subprocess.Popen(sleeps, stdout=subprocess.PIPE, text=True)
+        fork = os.pidfd_open(int(process.stdout.readline()))
+        process.send_signal(signal_)
+        assert process.wait(10) == returncode and select.select([fork], [], [], 10)[0]
+        process.stdout.close()
+        os.close(fork)
 
 
 @pytest.mark.distributed

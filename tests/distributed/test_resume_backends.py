@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launching import run_processes
+from support.launching import made_once, run_processes
 from support.models import tiny_model
 from support.trainer_runs import TIMED
 
@@ -66,14 +66,12 @@ def run(folder, jobs, **how):
     path = folder / f"{jobs[0]['name']}.json"
     path.write_text(json.dumps(jobs))
     run_processes(SCRIPT, path, **how)
-    count = how.get("count", 2)
+    return found_of(folder, jobs, **how)
+
+
+def found_of(folder, jobs, count=2):
+    """What all processes had after each job."""
     return {one["name"]: [torch.load(folder / f"{one['name']}-{r}.pt") for r in range(count)] for one in jobs}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Of all runs here."""
-    return tmp_path_factory.mktemp("resumed")
 
 
 def whole_and_resumed(folder, case):
@@ -83,8 +81,7 @@ def whole_and_resumed(folder, case):
     return [job(folder, case, case), job(folder, case, f"{case}-resumed", options=options, resume=checkpoint)]
 
 
-@pytest.fixture(scope="module")
-def left(folder):
+def jobs_of(folder):
     """Of each case an uninterrupted training, and of `CASES` one that goes on from its first checkpoint."""
     jobs = []
     for case in (*KILLED, *CASES):
@@ -97,7 +94,19 @@ def left(folder):
             jobs += [job(folder, "fsdp2", "fsdp2-sgd-resumed", options=SGD, resume=checkpoint)]
             bf16 = {**GROUP, "max_steps": 1, "save_strategy": "no", "bf16": True}
             jobs += [job(folder, "fsdp2", "fsdp2-bf16", options=bf16, keep_log_probs=True)]
-    return run(folder, jobs)
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def folder():
+    """Of all runs here."""
+    return made_once("resumed", lambda folder: run(folder, jobs_of(folder)))
+
+
+@pytest.fixture(scope="module")
+def left(folder):
+    """What both processes have after each of these jobs."""
+    return found_of(folder, jobs_of(folder))
 
 
 def assert_equal(got, expected, *, steps):

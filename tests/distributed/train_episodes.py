@@ -78,7 +78,7 @@ def main() -> None:
     from accelerate.state import AcceleratorState
     from support import recorded
     from support.episodes import RaggedRollouts
-    from support.models import tiny_model
+    from support.models import shallow_model
     from support.oracle import float64_everywhere
     from support.recordings import WatchedRecording, episodes_with_unknown, rows_of_episodes
 
@@ -99,9 +99,8 @@ def main() -> None:
             rollouts = recording.log
         # DeepSpeed knows no float64.
         dtype = torch.float64 if backend == "ddp" else torch.float32
-        model = tiny_model(
-            "qwen3_5_text", dtype=dtype, seed=1
-        )  # before the arguments, which would have ZeRO-3 take it over
+        # Before the arguments, which would have ZeRO-3 take it over.
+        model = shallow_model("qwen3_5_text", dtype=dtype, seed=1)
         options = {
             "max_steps": 2,
             "per_device_train_batch_size": PROMPTS // 2,

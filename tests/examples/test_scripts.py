@@ -3,6 +3,7 @@
 On two processes one of them runs in tests/newcomer.
 """
 
+import importlib
 import json
 import re
 import runpy
@@ -59,6 +60,15 @@ def test_every_script_is_tested():
     assert scripts == set(TRAINED) | OTHERS
     named = set(re.findall(r"`(\w+)\.py`", (EXAMPLES / "README.md").read_text()))
     assert named == scripts
+
+
+@pytest.mark.parametrize(("name", "module", "extra"), [("lora", "peft", "peft"), ("agent_by_url", "openai", "agents")])
+def test_scripts_name_their_extra(name, module, extra, run, monkeypatch):
+    """Where it is not installed, in a line instead of a traceback."""
+    importlib.import_module("harts_hf.cli.train")  # TRL's trainers look for PEFT once, when they are imported
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit, match=rf'pip install -e "\.\[{extra}\]"'):
+        run(name, "tiny")
 
 
 @pytest.mark.essential("grpo", "recorded")

@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from support.launching import SPENT, write_python
+from support.launching import SPENT, made_once, write_python
 from support.pages import BLOCK, PAGES, ROOT, commands
 
 HERE = Path(__file__).parent
@@ -36,23 +36,17 @@ def built_wheel(folder):
     return wheel
 
 
-@pytest.fixture(scope="module")
-def newcomer(tmp_path_factory):
-    """A folder with `examples/` and `recipes/`, and environments of shells in which the wheel is installed.
-
-    Of two: in the first Python starts as it does everywhere, in the second it is a fork that has imported others'
-    packages and imports the wheel.
-    """
-    folder = tmp_path_factory.mktemp("newcomer")
-    venv, home = folder / "venv", folder / "clone"
+def install(folder):
+    """In ``venv`` the wheel is installed; programs of ``forks`` are forks that have imported others' packages."""
+    venv = folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=120)
     (own,) = venv.glob("lib/python*/site-packages")
     # Dependencies are those of the tests; of this package only the wheel: paths in a .pth are read, .pth files there
     # (such as that of an editable install) are not.
     (own / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(venv / "bin" / "python")]
-    install = ["install", "--quiet", "--no-deps", "--no-index", str(built_wheel(folder))]
-    subprocess.run([*pip, *install], check=True, timeout=120)
+    options = ["install", "--quiet", "--no-deps", "--no-index", str(built_wheel(folder))]
+    subprocess.run([*pip, *options], check=True, timeout=120)
     (forks := folder / "forks").mkdir()
     python = write_python(forks / "python", "packages", (str(own),))
     harts = (venv / "bin" / "harts").read_text()
@@ -62,6 +56,17 @@ def newcomer(tmp_path_factory):
         (forks / name).write_text(f"#!{python}\n{text.partition(chr(10))[2]}")
         (forks / name).chmod(0o755)
 
+
+@pytest.fixture(scope="module")
+def newcomer(tmp_path_factory):
+    """A folder with `examples/` and `recipes/`, and environments of shells in which the wheel is installed.
+
+    Of two: in the first Python starts as it does everywhere, in the second it is a fork that has imported others'
+    packages and imports the wheel.
+    """
+    folder = tmp_path_factory.mktemp("newcomer")
+    installed = made_once("installed", install)
+    venv, forks, home = installed / "venv", installed / "forks", folder / "clone"
     home.mkdir()
     for name in ("examples", "recipes"):
         (home / name).symlink_to(ROOT / name)

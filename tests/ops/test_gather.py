@@ -1,5 +1,7 @@
 """Row gather: `pytest tests/ops/test_gather.py`."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harts_hf.batch import GatherIndex
+from harts_hf.kernels.checks import choose_backend
 from harts_hf.kernels.gather import gather_rows
 
 
@@ -70,6 +73,12 @@ def test_missing_rows_read_zeros_even_beside_nan():
     x = torch.full((2, 3), float("nan"))
     assert torch.equal(gather_rows(x, GatherIndex.build(np.array([-1, -1]), 2)), torch.zeros(2, 3))
     assert torch.equal(gather_rows(x[:0], GatherIndex.build(np.array([-1]), 0)), torch.zeros(1, 3))
+
+
+def test_a_gpu_has_no_default_of_its_own_for_float64():
+    """Where its kernels compute in float32; asked for by name it is refused by the kernel itself."""
+    chosen = partial(choose_backend, "op", None, torch.device("cuda"), by_device={"cpu": "torch", "cuda": "triton"})
+    assert chosen(dtype=torch.float32) == chosen() == "triton" and chosen(dtype=torch.float64) == "torch"
 
 
 def test_backends_agree():

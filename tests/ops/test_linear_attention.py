@@ -1,5 +1,7 @@
 """Delta rules on trees: `pytest tests/ops/test_linear_attention.py`."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -83,6 +85,14 @@ def test_equals_transformers_on_real_trees(rule, name):
     )
 
 
+def test_replaced_tables_gather_their_own_rows():
+    """What has been made of some tables does not stay with others that are made of them."""
+    tables = tree_tables(RolloutTree.from_trajectories([[1, 2, 3], [1, 4]]), 2)
+    assert tables.gather.index.max() == 3 and (tables.output.index >= 0).all()
+    others = replace(tables, slot_rows=np.full_like(tables.slot_rows, -1), row_slots=tables.row_slots[:1])
+    assert (others.gather.index == -1).all() and len(others.output.index) == 1
+
+
 @both_rules
 @pytest.mark.parametrize("chunk_size", [1, 3, 8, 24, 64])
 @pytest.mark.parametrize("use_qk_l2norm", [False, True])
@@ -92,7 +102,7 @@ def test_equals_the_recurrence(rule, chunk_size, use_qk_l2norm):
     tables = tree_tables(tree, chunk_size)
     first_rows = tables.gather.index.view(-1, chunk_size)[:, 0]  # copies of a row start from one state
     initial = torch.where(tables.parent < 0, (first_rows > 0).long(), -1)
-    tables = LinearTables(**{**vars(tables), "initial": initial})
+    tables = replace(tables, initial=initial)
     inputs = rule_inputs(rule, tree.num_tokens, value_heads=2, dim_k=5, dim_v=3)
     if not use_qk_l2norm:  # the rule itself diverges for keys much longer than 1
         inputs[1] = inputs[1] / inputs[1].norm(dim=-1, keepdim=True)

@@ -217,7 +217,7 @@ def test_without_minigrid_the_extra_is_named():
         "import sys; sys.modules['minigrid'] = None\n"
         "from harts_hf.rollouts.environments.babyai import BabyAIEnvironment\n"
         "try: BabyAIEnvironment()\n"
-        "except ImportError as error: assert 'harts_hf[environments]' in str(error)\n"
+        "except ImportError as error: assert 'pip install -e \".[environments]\"' in str(error)\n"
         "else: raise AssertionError"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -53,7 +53,7 @@ def trainer(size=3, *, rank=0, step=0, training=True, **changes):
         eval_dataset=None,
         reward_funcs=[recorded_reward],
         _tree=SimpleNamespace(planner=SimpleNamespace(vocab_size=10)),
-        _accepts_token_advantages=True,
+        accepts_token_advantages=True,
     )
 
 
@@ -348,7 +348,7 @@ def test_tokens_with_advantages_of_their_own():
     """Not for a trainer that knows one per trajectory."""
     rows = [{**row, "advantage": list(map(float, range(len(row["token_ids"]))))} for row in ROWS]
     gmpo = trainer()
-    gmpo._accepts_token_advantages = False
+    gmpo.accepts_token_advantages = False
     with pytest.raises(ValueError, match=r"one advantage per trajectory .* got several in row 1 of group 'a'"):
         RecordedRollouts(rows, logprobs="rescored").check_trainer(gmpo)
 

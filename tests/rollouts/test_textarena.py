@@ -237,7 +237,7 @@ def test_without_textarena_the_extra_is_named():
         "import sys; sys.modules['textarena'] = None\n"
         "from harts_hf.rollouts.environments.textarena import TextArenaEnvironment\n"
         "try: TextArenaEnvironment('GuessTheNumber-v0')\n"
-        "except ImportError as error: assert 'harts_hf[environments]' in str(error)\n"
+        "except ImportError as error: assert 'pip install -e \".[environments]\"' in str(error)\n"
         "else: raise AssertionError"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

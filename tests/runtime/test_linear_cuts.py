@@ -13,14 +13,14 @@ from support.schedules import cut_schedule, passing
 
 from harts_hf.batch import build_batches
 from harts_hf.modeling.handoff import Handoff
-from harts_hf.modeling.mixers import _rule_on
+from harts_hf.modeling.mixers import rule_on
 from harts_hf.planner.chunks import build_chunk_tree
 from harts_hf.runtime.lives import count_readers
 from harts_hf.tree import RolloutTree
 
 ALIGNED = [[64], [128], [64, 128]]
 UNALIGNED = [[1], [63], [65], [80], [127], [3, 40, 64, 90, 100, 130]]
-ALSO_BFLOAT16 = [[64, 128], [80], [3, 40, 64, 90, 100, 130]]
+ALSO_BFLOAT16 = [[64, 128], [80]]
 on_layers = pytest.mark.parametrize("rule", RULES)
 
 
@@ -57,7 +57,7 @@ class CutLayer:
         for batch, microbatch in zip(self.batches, self.schedule.microbatches, strict=True):
             rows = torch.from_numpy(microbatch.rows.copy())
             q, k, v, g, beta = (leaf[rows][None] for leaf in self.leaves)
-            run = _rule_on(passing(batch, self.handoff), 0, RULES[rule])
+            run = rule_on(passing(batch, self.handoff), 0, RULES[rule])
             self.outputs.append(run(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0][0])
 
     @property

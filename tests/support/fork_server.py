@@ -73,6 +73,7 @@ def import_ours() -> None:
         importlib.import_module(name)
     # A third of a second at each checkpoint: tests/trainers/test_expert_load.py looks at it.
     load_picture.plot_expert_load = lambda *_: None
+    importlib.import_module("support.quicker").make_trainings_quicker()
 
 
 def listening(path: Path) -> socket.socket:
@@ -156,17 +157,20 @@ class Fork:
 
     def __init__(self, pid: int, connection: socket.socket, selector: selectors.BaseSelector) -> None:
         self.pid, self.connection, self.selector = pid, connection, selector
-        self.ended = os.pidfd_open(pid)
+        self.ended, self.has_ended = os.pidfd_open(pid), False
         selector.register(self.ended, selectors.EVENT_READ, self)
         selector.register(connection, selectors.EVENT_READ, self)
         self.say(pid)
 
     def __call__(self, source: Any) -> None:
         """It has ended, or whoever asked has gone."""
+        if self.has_ended:  # who asked has gone at the same time
+            return
         if source is self.connection:
             self.selector.unregister(self.connection)
             self.kill()
             return
+        self.has_ended = True
         _, status, used = os.wait4(self.pid, 0)
         self.selector.unregister(self.ended)
         os.close(self.ended)

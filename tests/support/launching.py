@@ -7,11 +7,13 @@ import fcntl
 import functools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -39,6 +41,19 @@ def fork_folder() -> Path:
                 time.sleep(0.05)
         fork_folder.stays = _connected(folder / "packages")  # to this process's end
         fork_folder.stays.sendall(b'{"stay": true}\n')
+    return folder
+
+
+def made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that ``make`` fills, once for all workers of pytest; if it failed, who asks next tries again."""
+    folder, made = (Path(os.environ[FOLDER]) / one for one in (name, f"{name}-made"))
+    with made.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            made.touch()
     return folder
 
 

@@ -55,7 +55,10 @@ def test_sharded_gradients_are_trainers():
 def test_a_zero_loss_is_known_to_be_one():
     """Trainer asks whether it is NaN or infinite, adds it up and looks at its device, as with any other scalar."""
     zero, total = zero_loss("cpu"), torch.tensor(2.5)
-    assert torch.isnan(zero) is False and torch.isinf(zero) is False
+    assert not torch.isnan(zero) and not torch.isinf(zero)
+    assert not torch.isnan(zero).any() and not zero.isnan().item()  # as code of a user's own asks
+    on_meta = zero_loss("meta")  # whose values nobody can read, as it takes a wait to read a GPU's
+    assert not torch.isnan(on_meta) and not torch.isinf(on_meta)
     total += zero
     assert type(total) is torch.Tensor
     assert (float(total), float(zero), zero.device) == (2.5, 0.0, torch.device("cpu"))

@@ -2,7 +2,9 @@
 
 import asyncio
 
+import numpy as np
 import pytest
+import torch
 from torch import nn
 from trl.trainer.utils import is_async_callable
 
@@ -41,11 +43,18 @@ def breaks(**given):
     ("function", "message"),
     [
         (breaks, "no such test"),
-        (lambda **given: [1.0], "expected 2 rewards, one per completion, got 1"),
-        (lambda **given: ["good", "bad"], "numbers or None, got 'good'"),
-        (lambda **given: None, "expected 2 rewards, one per completion, got None"),
+        (lambda **given: [1.0], "expected 2 rewards from the reward function odd, one number or None per"),
+        (lambda **given: [1.0], "got 1"),
+        (lambda **given: ["good", "bad"], "got 'good'"),
+        (lambda **given: None, "got None"),
+        (lambda **given: torch.tensor(1.0), "(Tensor of shape [])"),
+        (lambda **given: np.array(1.0), "(ndarray of shape [])"),
+        (lambda **given: [[1.0], [0.0]], "got [1.0] for a completion"),
+        (lambda **given: torch.ones(2, 3), "(Tensor of shape [3])"),
+        (lambda **given: "ab", "got 'ab'"),
+        (lambda **given: {"a": 1.0, "b": 2.0}, "got {'a': 1.0, 'b': 2.0}"),
     ],
-    ids=["raises", "too few", "text", "none"],
+    ids=["raises", "named", "too few", "texts", "none", "0-d", "NumPy", "lists", "2-d", "text", "mapping"],
 )
 @pytest.mark.parametrize("is_async", [False, True])
 def test_errors_are_kept(function, message, is_async):
@@ -54,8 +63,9 @@ def test_errors_are_kept(function, message, is_async):
     async def later(**given):
         return function(**given)
 
-    errors = []
-    (guard,) = guarded([later if is_async else function], errors)
+    errors, wanted = [], later if is_async else function
+    wanted.__name__ = "odd"
+    (guard,) = guarded([wanted], errors)
     assert is_async_callable(guard) == is_async
     found = asyncio.run(guard(**CALL)) if is_async else guard(**CALL)
     assert found == [0.0, 0.0] and len(errors) == 1 and message in str(errors[0])

@@ -27,18 +27,18 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback
 
 from benchmarks.gpu import record
-from benchmarks.gpu.registry import SEED, STEP_MODELS, STEP_ROWS, STEP_WORKLOAD, TINY, StepRow
+from benchmarks.gpu.registry import DRY_EXPERTS, RUNS, SEED, STEP_MODELS, STEP_ROWS, STEP_WORKLOAD, TINY, StepRow
 from benchmarks.gpu.trees import draw_tokens
 from benchmarks.gpu.whole import rollouts
 from benchmarks.gpu.whole.breakdown import INSIDE, breakdown, events_of
 from benchmarks.gpu.whole.floor import Machine, floor_seconds, measure_machine, per_row
 from harts_hf import RolloutTree, TreeGRPOConfig, TreeGRPOTrainer
+from harts_hf.bench.variants import ScoringTreeGRPOTrainer
 from harts_hf.runtime import WindowRun
+from harts_hf.trainers.scored_once import ScoredOnce
 
 WARM, TIMED, TIMED_OF_SLOW = 1, 3, 1  # steps; another is profiled
 DRY_LAYERS, DRY_TOKENS, DRY_ROWS = 4, 200, 4
-DRY_EXPERTS = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
-RUNS = ("score", "backward", "backward_unscored")  # of WindowRun: all of a step's forwards and backwards
 
 
 def build(name: str, dry: bool) -> nn.Module:
@@ -175,13 +175,17 @@ def measure(
     timed_steps = TIMED_OF_SLOW if row.slow else TIMED
     steps = WARM + timed_steps + 1 + host
     clock, watched = Clock(dry, WARM + timed_steps), Watched(dry)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = TreeGRPOTrainer(
+    batches = 1 if row.together else count
+    trainer_class = ScoringTreeGRPOTrainer if row.old else TreeGRPOTrainer
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if row.old == "again":
+            stack.enter_context(replaced.object(ScoredOnce, "weights", lambda *_: None))
+        trainer = trainer_class(
             model, reward, rollout_func=play, processing_class=rollouts.tokenizer(), callbacks=[clock],
             train_dataset=Dataset.from_dict({"prompt": [f"t{i}" for i in range(2, 20)]}),
             args=TreeGRPOConfig(
-                output_dir=folder, per_device_train_batch_size=1, gradient_accumulation_steps=count,
-                num_generations=count, steps_per_generation=count, max_completion_length=100000, learning_rate=1e-6,
+                output_dir=folder, per_device_train_batch_size=count // batches, gradient_accumulation_steps=batches,
+                num_generations=count, steps_per_generation=batches, max_completion_length=100000, learning_rate=1e-6,
                 optim="sgd", max_steps=steps, logging_steps=1, save_strategy="no", report_to="none", bf16=not dry,
                 use_cpu=dry, disable_tqdm=True, gradient_checkpointing=row.checkpointing, dataloader_pin_memory=False,
                 max_grad_norm=0.0, router_aux_loss_coef=0.0, beta=0.0,
@@ -207,6 +211,8 @@ def measure(
         "sharing": row.sharing,
         "fused_modules": fused,
         "budget": row.budget,
+        **({"rows_per_batch": count} if row.together else {}),
+        **({"old_log_probs": row.old, "scoring_kept": logs["tree/scoring_kept"]} if row.old else {}),
         "max_tokens_per_microbatch": int(logs.get("tree/max_tokens_per_microbatch", row.budget)),
         "microbatches": logs["tree/microbatches"],
         "trajectories": count,

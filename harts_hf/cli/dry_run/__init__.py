@@ -6,6 +6,6 @@ allows. Number of processes and backend come from `accelerate_config`, or from `
 or 1 where something would be refused; 2 for a recipe that cannot be read.
 """
 
-from harts_hf.cli.dry_run.run import dry_run
+from harts_hf.cli.dry_run.command import dry_run
 
 __all__ = ["dry_run"]

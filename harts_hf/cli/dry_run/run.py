@@ -3,7 +3,6 @@
 import os
 import tempfile
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from harts_hf.cli.data import TrainPrompts, eval_dataset, train_prompts
 from harts_hf.cli.dry_run.building import as_if_launched, without_weights
 from harts_hf.cli.dry_run.memory import Memory, memory_of, parameter_counts
 from harts_hf.cli.dry_run.planning import StepPlan, plan_step
-from harts_hf.cli.dry_run.report import Findings, format_findings
+from harts_hf.cli.dry_run.report import Findings
 from harts_hf.cli.dry_run.rollouts import PlannedRollouts, file_rollouts, made_up_rollouts
 from harts_hf.cli.launching import AsLaunched, Launch, find_launch, whole_number
 from harts_hf.cli.policy import find_policy, named_tokenizer
@@ -27,6 +26,7 @@ from harts_hf.cli.sources import RolloutSource, find_source, reward_functions
 from harts_hf.cli.train_arguments import PolicyArguments, TrainArguments
 from harts_hf.cli.train_checks import check_folders, check_numbers
 from harts_hf.cli.trainer_kinds import TRAINERS
+from harts_hf.errors import MissingExtraError, missing_extra
 from harts_hf.modeling.checks import check_experts
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.runtime.budgets import MARGIN, Budget, fitting_budget, parse_bytes
@@ -36,35 +36,12 @@ from harts_hf.trainers.sampling import why_not_sampled
 from harts_hf.trainers.zero3 import has_frozen_layers
 
 
-def dry_run(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit status.
-
-    Args:
-        argv: as for :func:`harts_hf.cli.train.main`.
-
-    Raises:
-        ValueError: a recipe that cannot be read, or with a value that its field refuses.
-    """
-    if int(os.environ.get("RANK", 0)):
-        return 0  # of several processes one says it all
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        findings = _kind_of(argv)(argv).findings()
-    print(format_findings(findings))
-    return 1 if findings.refused else 0
-
-
-def _kind_of(argv: Sequence[str]) -> "type[DryRun]":
-    from harts_hf.cli.dry_run.supervised import SupervisedDryRun  # which is a DryRun
-
-    kind = TRAINERS.get(peek(argv, "trainer"))
-    return SupervisedDryRun if kind is not None and kind.is_supervised else DryRun
-
-
 def _said(error: BaseException) -> str:
     """An error in one line. Of one that is not ours (somebody's module, constructor or data) also what and where."""
+    if isinstance(error, ModuleNotFoundError):
+        error = missing_extra(error) or error
     text = " ".join(str(error).split())
-    if isinstance(error, ValueError | OSError) and text:
+    if isinstance(error, ValueError | OSError | MissingExtraError) and text:
         return text
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {text} ({frame.filename}, line {frame.lineno})"

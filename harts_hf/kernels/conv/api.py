@@ -49,9 +49,7 @@ def tree_causal_conv1d(
     if activation not in _ACTIVATIONS:
         raise ValueError(f"expected activation to be one of {list(_ACTIVATIONS)}, got {activation!r}")
     check_same_device(x=x, weight=weight, bias=bias, table=table.gather.index)
-    if backend is None and x.dtype == torch.float64:
-        backend = "torch"  # the GPU's kernels compute in float32
-    chosen = choose_backend("tree_causal_conv1d", backend, x.device, by_device=_BY_DEVICE)
+    chosen = choose_backend("tree_causal_conv1d", backend, x.device, by_device=_BY_DEVICE, dtype=x.dtype)
     if chosen == "triton":
         from harts_hf.kernels.conv import triton as triton_backend
 

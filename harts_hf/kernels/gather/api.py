@@ -32,9 +32,7 @@ def gather_rows(x: torch.Tensor, table: GatherIndex, *, backend: str | None = No
     if x.dim() == 0 or x.shape[0] != table.num_rows:
         raise ValueError(f"expected x with {table.num_rows} rows, got shape {list(x.shape)}")
     check_same_device(x=x, index=table.index, positions=table.positions)
-    if backend is None and x.dtype == torch.float64:
-        backend = "torch"  # the GPU's kernels sum in float32
-    chosen = choose_backend("gather_rows", backend, x.device, by_device=_BY_DEVICE)
+    chosen = choose_backend("gather_rows", backend, x.device, by_device=_BY_DEVICE, dtype=x.dtype)
     if chosen == "triton":
         from harts_hf.kernels.gather import triton as triton_backend
 

@@ -121,7 +121,7 @@ def unit_lower_inverse(strict: torch.Tensor) -> torch.Tensor:
     while block < size:
         below = diagonal_blocks(strict, 2 * block)[..., block:, :block]
         blocks = diagonal_blocks(inverse, 2 * block)
-        product = _block_bmm(_block_bmm(blocks[..., block:, block:], below), blocks[..., :block, :block])
+        product = block_bmm(block_bmm(blocks[..., block:, block:], below), blocks[..., :block, :block])
         blocks[..., block:, :block] = product.neg_()
         block *= 2
     return inverse
@@ -148,5 +148,6 @@ def dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x * y).sum(dim=-1)
 
 
-def _block_bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def block_bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Products of matrices with three dimensions before them."""
     return torch.bmm(a.flatten(0, 2), b.flatten(0, 2)).unflatten(0, a.shape[:3])

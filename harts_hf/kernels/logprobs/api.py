@@ -95,9 +95,9 @@ def token_logprobs(
     check_same_device(hidden=hidden, weight=weight, bias=bias, rows=rows, labels=labels)
     if hidden.device.type == "cpu":  # on a GPU reading values back would stall it; indexing fails there by itself
         _check_values(rows, labels, num_rows=hidden.shape[0], vocabulary=weight.shape[0])
-    if backend is None and (softcap is not None or hidden.dtype == torch.float64):
+    if backend is None and softcap is not None:
         backend = "torch"
-    chosen = choose_backend("token_logprobs", backend, hidden.device, by_device=_BY_DEVICE)
+    chosen = choose_backend("token_logprobs", backend, hidden.device, by_device=_BY_DEVICE, dtype=hidden.dtype)
     run = reference.token_logprobs if chosen == "reference" else torch_backend.token_logprobs
     more: dict[str, Any] = {} if chosen == "reference" else {"host_rows": host_rows, "fused": chosen == "triton"}
     found = run(

@@ -194,6 +194,4 @@ def rotate(
 
 
 def _chosen(name: str, backend: str | None, x: torch.Tensor) -> str:
-    if backend is None and x.dtype == torch.float64:
-        return "reference"  # the GPU's kernels compute in float32
-    return choose_backend(name, backend, x.device, by_device=_BY_DEVICE)
+    return choose_backend(name, backend, x.device, by_device=_BY_DEVICE, dtype=x.dtype)

@@ -1,6 +1,6 @@
 """BabyAI and MiniGrid levels as text: a mission, what lies where as seen from the agent, actions as words.
 
-Needs ``pip install "harts_hf[environments]"`` (minigrid); nothing is downloaded. The beginning of an episode in
+Needs the extra ``environments`` (minigrid); nothing is downloaded. The beginning of an episode in
 sentences, for language models, and in few words, for tiny ones::
 
     Your mission: go to the red ball.                       go to the red ball : red ball 2 ahead 1 left
@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from harts_hf.errors import MissingExtraError
 from harts_hf.rollouts.environment import Environment, StepResult
 from harts_hf.rollouts.environments.grid_text import STYLES, Style, describe_view
 from harts_hf.rollouts.environments.quiet import alone_and_quiet
@@ -192,7 +193,7 @@ def _registry() -> Any:
         import minigrid  # noqa: F401  (registers its levels)
         from gymnasium.envs.registration import registry
     except ImportError as error:
-        raise ImportError('BabyAIEnvironment needs minigrid: pip install "harts_hf[environments]"') from error
+        raise MissingExtraError("BabyAIEnvironment", "minigrid") from error
     return registry
 
 

@@ -4,6 +4,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, get_args
 
+from harts_hf.errors import AllFailedError
+
 Value = TypeVar("Value")
 FailureKind = Literal["contract", "observation", "raised", "replay", "timeout"]
 FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
@@ -36,8 +38,8 @@ class EpisodeFailure(Exception):
         return "".join(traceback.format_exception(self.__cause__)).strip()
 
 
-class EpisodesFailedError(RuntimeError):
-    """Every episode of a collection failed: nothing can be learned from it, and nothing will come of another."""
+class EpisodesFailedError(AllFailedError):
+    """The environments of every episode of a collection failed."""
 
 
 def guarded(call: Callable[[], Value]) -> Value:

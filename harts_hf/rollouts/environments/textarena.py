@@ -1,6 +1,6 @@
 """Single-player games of TextArena, as they are.
 
-Needs ``pip install "harts_hf[environments]"`` (TextArena, Guertler et al., https://arxiv.org/abs/2504.11442). Games
+Needs the extra ``environments`` (TextArena, Guertler et al., https://arxiv.org/abs/2504.11442). Games
 that would download something, or ask a model of somebody else's, are refused before they are imported.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from harts_hf.errors import MissingExtraError
 from harts_hf.rollouts.environment import Environment, StepResult
 from harts_hf.rollouts.environments.quiet import alone_and_quiet
 from harts_hf.rollouts.environments.words import word_tokenizer, words_of
@@ -190,7 +191,7 @@ def _check_game(game: Any) -> None:
     try:
         from textarena.envs.registration import ENV_REGISTRY
     except ImportError as error:
-        raise ImportError('TextArenaEnvironment needs TextArena: pip install "harts_hf[environments]"') from error
+        raise MissingExtraError("TextArenaEnvironment", "textarena") from error
     if not isinstance(game, str) or game not in ENV_REGISTRY:
         close = difflib.get_close_matches(str(game), ENV_REGISTRY, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""

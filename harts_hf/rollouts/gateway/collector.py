@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from harts_hf.errors import AllFailedError
 from harts_hf.rollouts.calls import Calls
 from harts_hf.rollouts.engines import Engine
 from harts_hf.rollouts.engines.opening import open_engine, wants_routes
@@ -34,8 +35,8 @@ from harts_hf.rollouts.salvage import place_of_failures, saved_on_failure
 logger = logging.getLogger(__name__)
 
 
-class AgentError(RuntimeError):
-    """Every agent of a collection failed: nothing can be learned from it, and nothing will come of another."""
+class AgentError(AllFailedError):
+    """Every agent of a collection failed."""
 
 
 class AgentRolloutCollector:
@@ -316,7 +317,7 @@ class AgentRolloutCollector:
             return
         kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(f.kind for f in failures).items())
         raise AgentError(
-            f"expected an agent that comes to its end, got {len(failures)} failures ({kinds}): see the log"
+            f"expected an agent that comes to its end, got {len(failures)} failures ({kinds}): see the log above"
         )
 
     def _open_gateway(self) -> Gateway:

@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import numpy as np
-
 from harts_hf.rollouts.gateway.agents import AgentFailure, FailureKind, checked_reward
 from harts_hf.rollouts.gateway.recording import EpisodeRow
 from harts_hf.rollouts.gateway.runs import AgentJob, AgentOutcome
 from harts_hf.rollouts.gateway.sessions import Session
 from harts_hf.rollouts.gateway.splicing import Drift
 from harts_hf.rollouts.salvage import rollout_row
+from harts_hf.rollouts.seeds import seed_of
 
 # Failures that are limits of the collector's.
 LIMITS: tuple[FailureKind, ...] = ("max_turns", "timeout")
@@ -152,16 +151,11 @@ def group_prompts(prompts: Sequence[Any], size: int, *, first: int) -> list[int]
     return groups
 
 
-def seed_of(entropy: Sequence[int]) -> int:
-    """A seed of 32 bits that depends on these numbers alone."""
-    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint32)[0])
-
-
 def task_seed(entropy: Sequence[int], group: int) -> int:
     """The seed of a group's task: the same on all processes, and none of those that :func:`request_seeds` gives."""
-    return seed_of((*entropy, group, 0))
+    return seed_of(*entropy, group, 0)
 
 
 def request_seeds(entropy: Sequence[int]) -> Callable[[int], int]:
     """The seeds of an episode's requests by their number."""
-    return lambda number: seed_of((*entropy, number))
+    return lambda number: seed_of(*entropy, number)

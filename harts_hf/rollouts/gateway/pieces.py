@@ -24,18 +24,18 @@ class Piece:
         self, ids: Sequence[int], chat_format: ChatFormat, *, stands_for: "tuple[Piece, ...] | None" = None
     ) -> None:
         self.ids = tuple(ids)
-        self._format = chat_format
+        self.chat_format = chat_format
         self.stands_for: tuple[Piece, ...] = (self,) if stands_for is None else stands_for
 
     @property
     def is_special(self) -> bool:
         """Whether it is a special token by itself."""
-        return len(self.ids) == 1 and self.ids[0] in self._format.boundary_ids
+        return len(self.ids) == 1 and self.ids[0] in self.chat_format.boundary_ids
 
     @cached_property
     def text(self) -> str:
         """Decoded, special tokens included."""
-        return self._format.decode(self.ids)
+        return self.chat_format.decode(self.ids)
 
     def says(self, other: "Piece") -> bool:
         """Whether both have the same text."""

@@ -113,7 +113,7 @@ def _realigned(
         return None
     # A turn that was cut has the end that the template gives it.
     kept = ids if is_whole else ids + list(again[-1].ids)
-    piece = Piece(kept, sampled[0]._format, stands_for=tuple(again))
+    piece = Piece(kept, sampled[0].chat_format, stands_for=tuple(again))
     history = _kept(held[:answer], [piece, *rendered[end + 1 :]])
     return History(history.pieces, history.num_kept + len(ids))
 
@@ -133,7 +133,7 @@ def _without_head(first: Piece, again: list[Piece], head: int) -> list[int] | No
     beginning = first.ids[:head]
     if again[0].ids[:head] == beginning:
         return list(again[0].ids[head:]) + joined(again[1:])
-    text, start = again[0].text, first._format.decode(beginning)
+    text, start = again[0].text, first.chat_format.decode(beginning)
     if not text.startswith(start):
         return None
-    return first._format.encode(text[len(start) :]) + joined(again[1:])
+    return first.chat_format.encode(text[len(start) :]) + joined(again[1:])

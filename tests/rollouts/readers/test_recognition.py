@@ -85,6 +85,8 @@ def test_group_keys(tmp_path):
         read_rollout_file(path, byte_tokenizer(), group_key="task.name")
     with pytest.raises(RolloutFileError, match=r"line 1: expected group to be a string or an integer, got \{'id'"):
         read_rollout_file(path, byte_tokenizer(), group_key="task")
+    with pytest.raises(RolloutFileError, match="keys are group, token_ids; rows say their group by"):
+        read_rollout_file(written(tmp_path / "own.jsonl", {"group": 1, "token_ids": [1, 2]}), group_key="task")
     path = written(tmp_path / "t.jsonl", *FORMS["tau2-bench"].rows)
     groups = read_rollout_file(path, byte_tokenizer(), group_key="trial").groups
     assert [group.name for group in groups] == ["0", "1"]

@@ -1,1 +1,0 @@
-"""Optimizer steps on several GPUs of one host, beside one GPU's."""
