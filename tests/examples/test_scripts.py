@@ -25,8 +25,8 @@ TRAINED = {
     "two_processes": ([], 1.5),  # leaves of 4 x 2
     "lora": ([], 1.5),
     "ppo": ([], 1.5),
-    "recorded": ([TRACES], 4),  # turns of a conversation, each with its history
-    "sft_on_traces": ([TRACES], 2),
+    "recorded": ([TRACES, "task"], 4),  # turns of a conversation, each with its history
+    "sft_on_traces": ([TRACES, "task"], 2),
 }
 # What is for the script's author to know: its own function is one of TRL's experimental features.
 TOLD = {"grpo": "You are using 'rollout_func', which is an experimental feature."}
@@ -60,6 +60,13 @@ def test_every_script_is_tested():
     assert scripts == set(TRAINED) | OTHERS
     named = set(re.findall(r"`(\w+)\.py`", (EXAMPLES / "README.md").read_text()))
     assert named == scripts
+
+
+@pytest.mark.parametrize("name", [*TRAINED, "own_loss", "tiny"])
+def test_usage(name, run):
+    """Without arguments a script says in a line what it takes."""
+    with pytest.raises(SystemExit, match=rf"^usage: python examples/{name}\.py [^\n]+$"):
+        run(name)
 
 
 @pytest.mark.parametrize(("name", "module", "extra"), [("lora", "peft", "peft"), ("agent_by_url", "openai", "agents")])
