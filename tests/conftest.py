@@ -2,14 +2,11 @@
 
 import gc
 import os
+import shutil
+import tempfile
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-
-# Before anything imports Triton, which reads it then: without a GPU, kernels run in Triton's interpreter.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Before anything imports huggingface_hub, which reads it then: nothing is fetched, and a name that is no folder is
 # refused at once, not after the 45 seconds of a hub that does not answer.
@@ -21,9 +18,29 @@ settings.register_profile("explore", settings.get_profile("repeatable"), derando
 settings.load_profile("repeatable")
 
 
-# What `make test-fast` keeps of tests that run once per family: between them both linear rules, latent and ordinary
-# attention, experts and dense layers.
+# What `make test-fast` keeps of tests that run once per family: `support.models.OF_EACH_KIND`.
 FAST_FAMILIES = ("bailing_hybrid", "qwen3_5_text")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One server of forks for all workers, which inherit its folder's name (support/launching.py)."""
+    if not hasattr(config, "workerinput"):
+        folder = os.environ["HARTS_TESTS_FORK_FOLDER"] = tempfile.mkdtemp(prefix="forks")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before the first file is imported; the process that only hands out tests starts without torch."""
+    if session.config.pluginmanager.hasplugin("dsession"):
+        return
+    import torch
+
+    # Before anything imports Triton, which reads it then: without a GPU, kernels run in Triton's interpreter.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    from support.quicker import make_trainings_quicker
+
+    make_trainings_quicker()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -49,11 +66,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: else every training's own `gc.collect()` looks through it, a third of its time."""
+    """What is imported stays: no collection has to look through it."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     torch.manual_seed(0)

@@ -226,10 +226,11 @@ def test_floor_of_a_step() -> None:
 @pytest.mark.exhaustive
 def test_a_step_in_dry_form(gpu: Any, tmp_path: Path) -> None:
     """A step runs on the CPU, shared and not, and the record takes its rows unless their losses differ."""
-    out, rows = tmp_path / "step.json", ["0", "0-never"]
+    out, rows = tmp_path / "step.json", ["0-together", "0-never", "1-old-kept"]
     command("step", "ling-3.0-tiny", "--out", out, "--dry-run", "--host", *SHAPES, "--fused", "auto", "--rows", *rows)
     found = gpu.record.read(out)
-    assert not found["failures"] and [row["sharing"] for row in found["rows"]] == ["always", "never"]
+    assert not found["failures"] and [row["sharing"] for row in found["rows"]] == ["always", "never", "always"]
+    assert found["rows"][0]["rows_per_batch"] == 4 and found["rows"][2]["scoring_kept"] == 1
     row = found["rows"][0]
     assert row["seconds"] >= row["forward_backward_seconds"] > 0 and row["floor_seconds"] > 0
     assert row["host"]["own"] and row["microbatches"] == 1

@@ -6,15 +6,16 @@ import sys
 import tarfile
 
 import pytest
+from support.launching import write_python
 from support.pages import ROOT
 
 # In a fresh process; the variable is TRL's switch, which must not be needed.
 QUIET = {key: value for key, value in os.environ.items() if key != "TRL_EXPERIMENTAL_SILENCE"}
 
 
-def run(code, **options):
-    """What a fresh interpreter printed on stderr."""
-    command = [sys.executable, "-W", "always", "-c", code]
+def run(code, python=sys.executable, **options):
+    """What an interpreter printed on stderr."""
+    command = [python, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=QUIET, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stderr
@@ -44,25 +45,29 @@ def test_source_distribution(tmp_path):
 
 
 FIRST_IMPORTS = """
-import sys
+import sys, warnings
+for name in [name for name in sys.modules if name.split(".")[0] == "trl"]:
+    del sys.modules[name]
+warnings.simplefilter("always")
 sys.modules["starlette"] = sys.modules["uvicorn"] = None
+# First: collectors import a part of TRL that imports its experimental part, and says nothing.
+from harts_hf import TreeGRPOTrainer, TreePPOTrainer, TreeRLOOTrainer, TreeSFTTrainer
 from harts_hf.rollouts import *
 from harts_hf.rollouts import Environment, StepResult
 TreeRolloutCollector, environment_reward
 try: from harts_hf.rollouts import AgentRolloutCollector
 except ImportError: pass
 else: assert False
-from harts_hf import TreeGRPOTrainer, TreePPOTrainer, TreeRLOOTrainer, TreeSFTTrainer
 print("the experimental part", file=sys.stderr)
 from harts_hf import TreeGMPOTrainer
 """
 
 
 @pytest.mark.exhaustive
-def test_first_imports():
+def test_first_imports(tmp_path):
     """Environments do without the web server of agents, and whoever imports the trainers is told nothing about TRL's
     experimental part, which only GMPO needs."""
-    said = run(FIRST_IMPORTS)
+    said = run(FIRST_IMPORTS, write_python(tmp_path / "python", "packages"))
     assert "xperimental" not in said.partition("the experimental part")[0] and "the experimental part" in said
 
 

@@ -307,6 +307,7 @@ def test_parity_of_two_processes_and_a_planted_bug(tmp_path):
     (found,) = judging.judged([one, two])["parity"]
     # Measured: gradients 1e-6 of their kind's size, parameters' changes 8e-6.
     assert max(apart for apart, _ in found["gradients"].values()) < 1e-5 and found["parameters"][0] < 5e-5
+    wrong = {**two, "gradients": {**two["gradients"], **wrong["gradients"]}}
     with pytest.raises(SystemExit, match="gradients of tree 64 differ by"):
         judging.judged([one, wrong])
 

@@ -7,7 +7,7 @@ from benchmarks.ranks.jobs import DIVISOR, WORKLOADS
 from benchmarks.update.workloads import groups_of
 from harts_hf.bench.rollouts import StepRollouts
 
-DRY_GROUPS = 4
+DRY_GROUPS = 2
 
 
 def rollouts_of(workload: str, shapes: Path, vocab_size: int, *, dry: bool) -> StepRollouts:

@@ -50,7 +50,7 @@ class StepClock(TrainerCallback):
 
         @functools.wraps(scores)
         def scoring(*args: Any, **kwargs: Any) -> Any:
-            return (scores if torch.is_grad_enabled() or not self._in_prepare else timed)(*args, **kwargs)
+            return (scores if torch.is_grad_enabled() or not self.is_preparing else timed)(*args, **kwargs)
 
         trainer._get_per_token_logps_and_entropies = scoring
         if hasattr(trainer, "_tree"):
@@ -64,7 +64,8 @@ class StepClock(TrainerCallback):
             trainer._tree.step = reporting
 
     @property
-    def _in_prepare(self) -> bool:
+    def is_preparing(self) -> bool:
+        """Whether TRL is at rows, rewards and old log-probs now."""
         return "prepare" in self._running
 
     def _timed(self, name: str, method: Any) -> Any:

@@ -7,7 +7,7 @@ marks stays between. Recomputation under checkpointing is a forward too, and cou
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch as replaced
@@ -28,10 +28,12 @@ class StageClock:
 
     Args:
         device: where the model is.
+        counts: asked at each stage whether it counts.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, counts: Callable[[], bool] = lambda: True) -> None:
         self._is_cuda = device.type == "cuda"
+        self._counts = counts
         self._spans: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
         self._open: dict[str, list[Any]] = defaultdict(list)
         self._areas: dict[int, tuple[Any, Any]] = {}  # by microbatch; its intervals are kept, so that ids stay theirs
@@ -67,7 +69,8 @@ class StageClock:
         timed = self._timed("attention", function)
 
         def noted(query: Any, key: Any, value: Any, intervals: Any, **options: Any) -> Any:
-            if self._is_cuda and id(intervals) not in self._areas and not flash.unsupported_because(query, value):
+            is_new = self._is_cuda and id(intervals) not in self._areas and self._counts()
+            if is_new and not flash.unsupported_because(query, value):
                 tiles = flash.tiles_of(query.shape[3], value.shape[3])
                 area = sum(
                     products
@@ -83,6 +86,8 @@ class StageClock:
 
     def _timed(self, stage: str, function: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if not self._counts():
+                return function(*args, **kwargs)
             tensors = [i for i, value in enumerate(args) if _is_differentiable(value)]
             marked = _Mark.apply(self, stage, True, *(args[i] for i in tensors))
             inputs = list(args)

@@ -7,7 +7,9 @@ from support import planted
 from support.chat import byte_tokenizer
 from support.models import tiny_model
 
+from harts_hf.bench.clock import StepClock
 from harts_hf.bench.comparing import Comparison
+from harts_hf.bench.stages import StageClock
 from harts_hf.cli.main import main
 from harts_hf.modeling import forwards
 from harts_hf.runtime import job
@@ -70,8 +72,12 @@ def test_messages_are_rendered_by_the_models_tokenizer(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.slow
-def test_every_side_trains_the_same_and_is_timed(model, shapes, tmp_path, capsys):
+def test_every_side_trains_the_same_and_is_timed(model, shapes, tmp_path, capsys, monkeypatch):
     """A row names all that the speed rests on; the file and the picture are written."""
+    clocks, scoring, watch, begin = [], [], StepClock.watch, StageClock.begin
+    monkeypatch.setattr(StepClock, "watch", lambda self, trainer: (clocks.append(self), watch(self, trainer)))
+    now = lambda: any(clock.is_preparing for clock in clocks)  # noqa: E731
+    monkeypatch.setattr(StageClock, "begin", lambda self, stage: (scoring.append(now()), begin(self, stage)))
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     status, output = run(
         capsys, "--model", model, shapes, *FEW, "--batch-sizes", 1, 2, "--json", out, "--plot", plot, "--old-log-probs"
@@ -100,6 +106,7 @@ def test_every_side_trains_the_same_and_is_timed(model, shapes, tmp_path, capsys
     assert row["speedup"] == pytest.approx(row["baseline_seconds"] / row["seconds"])
     assert row["efficiency"] == pytest.approx(row["speedup"] / row["ideal"])
     assert all(sides[kind]["stages"]["rule"] > 0 for kind in ("packed", "collapsed", "tree"))
+    assert scoring and not any(scoring)  # stages are of the step, not of old log-probs before it
     assert row["clipping"]["stock"]["clipped"] == 0 and 0 < row["clipping"]["stock"]["rms"] < 1e-4
     # Rounding, not nothing: each side has computed its own gradient.
     assert all(0 < one["gradients"] < 1e-4 for one in row["parity"]["differences"].values())

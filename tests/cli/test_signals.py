@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.launching import start_fork
+from support.launching import Fork
 
 import harts_hf.cli
 from harts_hf.cli.signals import Terminated, sigterm_interrupts
@@ -69,7 +69,7 @@ def test_a_terminated_training_ends_its_agents_and_keeps_their_rollouts(tmp_path
     script.write_text(Path(harts_hf.cli.__file__).with_name("__main__.py").read_text())
     options = ["--agent_kwargs.folder", pids, "--num_generations", 2, "--per_device_train_batch_size", 2]
     command = ["train", TINY, "--agent", "sleeps:Sleeps", *options, "--output_dir", out]
-    process = start_fork(script, *command, environment={}, output=str(said))
+    process = Fork(script, *command, environment={}, output=str(said))
     agents = []
     try:
         assert wait_for(lambda: len(list(pids.iterdir())) == 2 or not process.is_alive(), 120)
@@ -77,7 +77,9 @@ def test_a_terminated_training_ends_its_agents_and_keeps_their_rollouts(tmp_path
         assert len(agents) == 2 and all(map(is_running, agents)), said.read_text()
         end = time.monotonic() + 60
         while process.is_alive() and time.monotonic() < end:
-            process.terminate()  # as from Slurm and then from a launcher: further ones do not disturb the first
+            process.signal(
+                signal.SIGTERM
+            )  # as from Slurm and then from a launcher: further ones do not disturb the first
             time.sleep(0.02)
         error = said.read_text()
         assert process.exitcode == 143 and "Traceback" not in error
@@ -85,7 +87,7 @@ def test_a_terminated_training_ends_its_agents_and_keeps_their_rollouts(tmp_path
         assert f"harts: interrupted by SIGTERM\nWhat was collected before (2 rollouts) is in {saved}" in error
         assert wait_for(lambda: not any(map(is_running, agents)), 5)
     finally:
-        process.kill()
+        process.signal(signal.SIGKILL)
         process.join()
         for agent in filter(is_running, agents):
             os.kill(agent, signal.SIGKILL)

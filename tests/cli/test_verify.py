@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from shared_data import shape_file
 from support import planted, planted_windows
-from support.models import VOCAB, tiny_model
+from support.models import SHALLOW, VOCAB, tiny_model
 from support.trees import real_trajectories
 
 from harts_hf.cli.loading import check_token_ids
@@ -32,7 +32,7 @@ def models(tmp_path_factory):
     """Folders of tiny models by family."""
     folder = tmp_path_factory.mktemp("models")
     for family in ("bailing_hybrid", "qwen3_5_text"):
-        tiny_model(family, seed=3).save_pretrained(folder / family)
+        tiny_model(family, seed=3, **SHALLOW).save_pretrained(folder / family)
     return folder
 
 
@@ -228,7 +228,7 @@ def test_rollouts_that_predict_nothing_and_models_of_nan(models, rollouts, tmp_p
 @pytest.mark.exhaustive
 def test_router_loss(rollouts, tmp_path, monkeypatch, capsys):
     """With a router's auxiliary loss: PASS, FAIL where shared tokens count once, refused without routers."""
-    tiny_model("qwen3_next", seed=3).save_pretrained(tmp_path / "experts")
+    tiny_model("qwen3_next", seed=3, **SHALLOW).save_pretrained(tmp_path / "experts")
     arguments = ("--model", tmp_path / "experts", rollouts, "--max-tokens", 500, "--draws", 2, "--router-loss", 50)
     status, output = run(*arguments, capsys=capsys)
     assert status == 0 and "with 50.0 times the router's" in output.out, output.out

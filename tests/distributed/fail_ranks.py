@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from train_two import allow_fsdp_on_cpu, backend_options
+from support.backends import allow_fsdp_on_cpu, backend_options
 
 
 def in_loss(trainer, rank):

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import torch
 import trl.trainer.grpo_trainer
 from support import recorded
+from support.backends import allow_fsdp_on_cpu, backend_options
 from support.fake_vllm import FakeVLLM
 from support.models import tiny_model
-from train_two import allow_fsdp_on_cpu, backend_options
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.rollouts.engines import TurnRequest
@@ -104,7 +104,7 @@ def main() -> None:
         torch.distributed.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # see train_two.py
+    os._exit(0)  # tearing down threads of gloo and DeepSpeed aborts now and then
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Two processes with unequal numbers of rows train as the loop over samples does, which knows no processes.
 
 Under DDP in float64; FSDP2 and ZeRO-3 in float32, where stock TRL's backends differ by 1.2e-7 after three such steps
-that move parameters by 3e-3 (see test_two_processes.py).
+that move parameters by 3e-3 (see test_ranks.py).
 """
 
 import pickle
@@ -11,8 +11,8 @@ import pytest
 import torch
 from support import recorded
 from support.episode_runs import FAMILY, assert_same_logs, assert_same_parameters, follow
-from support.launching import run_processes
-from support.models import tiny_model
+from support.launching import made_once, run_processes
+from support.models import shallow_model
 
 from harts_hf import TreeGRPOConfig
 
@@ -37,13 +37,16 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory):
+def left():
     """For each case what both ranks left, of one launch; asserts that two ranks of the real backend ran."""
-    folder = tmp_path_factory.mktemp("episodes")
-    tiny_model(FAMILY, dtype=torch.float64, seed=1).save_pretrained(folder / "start")
     ddp, fsdp2 = RECORDED
     names = [*CASES, ddp, "ddp:clipped", *BROKEN, fsdp2, *SHARDED]
-    run_processes(SCRIPT, folder, *names, timeout=900)
+
+    def make(folder):
+        shallow_model(FAMILY, dtype=torch.float64, seed=1).save_pretrained(folder / "start")
+        run_processes(SCRIPT, folder, *names, timeout=900)
+
+    folder = made_once("episodes", make)
     found = {name: [pickle.loads((folder / f"{name}-{rank}").read_bytes()) for rank in (0, 1)] for name in names}
     for name, ranks in found.items():
         for one in ranks:

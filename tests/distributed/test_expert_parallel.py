@@ -1,6 +1,6 @@
 """Expert parallelism of Transformers: each process has some experts, and sends them tokens of all.
 
-Budget: as in test_two_processes.py; stock TRL with spread experts differs from stock TRL under DDP by 6e-8 after three
+Budget: as in test_ranks.py; stock TRL with spread experts differs from stock TRL under DDP by 6e-8 after three
 SGD steps that move parameters by 3e-3.
 """
 
@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launching import run_processes
+from support.launching import made_once, run_processes
 
 SCRIPT = Path(__file__).parent / "train_experts.py"
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory):
+def left():
     """What both processes left."""
-    folder = tmp_path_factory.mktemp("experts")
-    run_processes(SCRIPT, folder)
+    folder = made_once("experts", lambda folder: run_processes(SCRIPT, folder))
     return [torch.load(folder / f"experts-{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launching import run_processes
+from support.launching import made_once, run_processes
 
 SCRIPT = Path(__file__).parent / "fail_ranks.py"
 # What rank 0 and rank 1 raise.
@@ -33,10 +33,9 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def raised(tmp_path_factory):
+def raised():
     """What each rank raised, by failure; the processes go on to the next one."""
-    folder = tmp_path_factory.mktemp("failures")
-    run_processes(SCRIPT, folder, "ddp", *EXPECTED)
+    folder = made_once("failures", lambda folder: run_processes(SCRIPT, folder, "ddp", *EXPECTED))
     found = {name: [(folder / f"{name}-{rank}").read_text() for rank in (0, 1)] for name in EXPECTED}
     found["parameters"] = {path.stem: torch.load(path) for path in folder.glob("*.pt")}
     return found

@@ -29,7 +29,8 @@ def test_processes_that_know_nothing_of_one_another(tmp_path):
 def test_a_launcher_that_starts_one(tmp_path):
     """Accelerate starts a single process for MULTI_CPU: a trainer warns, `harts train` of two processes refuses and
     says what starts two."""
-    done = launch(SCRIPT, tmp_path, "trainer", "command", launcher=ACCELERATE_CPU)
+    options = ["--num_processes", 2, SCRIPT, tmp_path, "trainer", "command"]
+    done = launch(tmp_path, *options, launcher=ACCELERATE_CPU)
     warned = "HartsWarning: accelerate launch set an address for several processes and started one"
     assert warned in done.stderr, done.stderr[-2000:]
     assert "expected 2 processes (num_processes), got 1: start them with `accelerate launch" in done.stderr

@@ -2,13 +2,14 @@
 
 import json
 import os
+import select
+import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from support.launching import run_processes
+from support.launching import launch, run_processes, write_python
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -26,19 +27,23 @@ use_cpu: false
 """
 
 
-def launch(command, folder):
-    """The finished process of a launcher, in the folder of the project."""
-    train = ["-m", "harts_hf.cli", "train", "recipes/tiny_grpo.yaml", *SMALL, "--output_dir", str(folder / "out")]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run(
-        [sys.executable, "-m", *command, *train],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
+@pytest.mark.distributed
+def test_forks_that_stand_in_for_python(tmp_path):
+    """What launchers and transcripts start: streams, status, arguments and signals are those of a process."""
+    python = write_python(tmp_path / "python", "packages")
+    code = "import sys; print(sys.stdin.read(), sys.argv, sys.executable); sys.exit('no')"
+    done = subprocess.run(
+        [python, "-u", "-c", code, "a b"], input="read", capture_output=True, text=True, cwd=tmp_path
     )
+    assert (done.stdout, done.stderr) == (f"read ['-c', 'a b'] {python}\n", "no\n") and done.returncode == 1
+    sleeps = [python, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
+    for signal_, returncode in ((signal.SIGTERM, -15), (signal.SIGKILL, -9)):
+        process = subprocess.Popen(sleeps, stdout=subprocess.PIPE, text=True)
+        fork = os.pidfd_open(int(process.stdout.readline()))
+        process.send_signal(signal_)
+        assert process.wait(10) == returncode and select.select([fork], [], [], 10)[0]
+        process.stdout.close()
+        os.close(fork)
 
 
 @pytest.mark.distributed
@@ -46,7 +51,10 @@ def test_two_processes_train(tmp_path):
     """One of them prints; the step is of both. (torchrun: tests/newcomer/two_processes.txt.)"""
     file = tmp_path / "launch.yaml"
     file.write_text(LAUNCH)
-    done = launch(["accelerate.commands.launch", "--config_file", str(file)], tmp_path)
+    train = ["-m", "harts_hf.cli", "train", "recipes/tiny_grpo.yaml", *SMALL, "--output_dir", tmp_path / "out"]
+    done = launch(
+        tmp_path, *train, launcher=("-m", "accelerate.commands.launch", "--config_file", str(file)), cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("step     2/2") == 1 and "for 2 steps on 2 processes," in done.stdout
     entries = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

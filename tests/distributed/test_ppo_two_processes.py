@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from support.launching import run_processes
+from support.launching import made_once, run_processes
 from support.models import tiny_model
 from support.oracle import float64_everywhere
 from support.ppo_oracle import PPOLoop
@@ -37,10 +37,9 @@ def tolerance(way):
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory):
+def left():
     """A folder, and what both ranks left of each way; asserts that two ranks of the real backend ran."""
-    folder = tmp_path_factory.mktemp("ppo")
-    run_processes(SCRIPT, folder, *WAYS, timeout=900)
+    folder = made_once("ppo", lambda folder: run_processes(SCRIPT, folder, *WAYS, timeout=900))
     found = {way: [pickle.loads((folder / f"{way}-{rank}.pickle").read_bytes()) for rank in (0, 1)] for way in WAYS}
     for way, ranks in found.items():
         expected = (2, BACKENDS[way.partition("-")[0]])

@@ -2,7 +2,7 @@
 
 Equal means bit for bit: sums of two numbers over gloo do not depend on the order. With another number of processes
 rows lie in other micro-batches: parameters agree to 1e-6, where training moves them by more than 1e-3 (budget: see
-test_two_processes.py).
+test_ranks.py).
 """
 
 import json
@@ -10,31 +10,42 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launching import run_processes
+from support.launching import made_once, run_processes
 from support.models import tiny_model
 from support.trainer_runs import TIMED
 
 SCRIPT = Path(__file__).parent / "train_resumed.py"
 FAMILY = {"ddp": "bailing_hybrid", "fsdp2": "bailing_hybrid"}  # whose checkpoints have names of their own
-# A generation batch lasts four optimizer steps.
+GROUP = {"per_device_train_batch_size": 2}
+# A group on each process in each generation batch, which lasts four optimizer steps.
 LONG = {
+    **GROUP,
     "max_steps": 5,
-    "save_steps": 2,
+    "save_steps": 3,
     "optim": "adamw_torch",
     "learning_rate": 0.01,
-    "steps_per_generation": 4,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2,
     "num_iterations": 2,
 }
 # AdamW with so large an epsilon makes rounding no larger.
-BOUNDARY = {"max_steps": 3, "save_steps": 1, "optim": "adamw_torch", "adam_epsilon": 1.0, "learning_rate": 0.5}
-SGD = {"max_steps": 3, "save_steps": 1, "lr_scheduler_type": "linear"}
+BOUNDARY = {
+    **GROUP,
+    "max_steps": 3,
+    "save_steps": 1,
+    "optim": "adamw_torch",
+    "adam_epsilon": 1.0,
+    "learning_rate": 0.5,
+}
+SGD = {**GROUP, "max_steps": 3, "save_steps": 1, "lr_scheduler_type": "linear"}
 WRAPPERS = {
     "ddp": ("MULTI_CPU", "DistributedDataParallel"),
     "fsdp2": ("FSDP", "FSDPBailingHybridForCausalLM"),
     "fsdp2-lora": ("FSDP", "FSDPPeftModel"),
     "zero": ("DEEPSPEED", "DeepSpeedEngine"),
 }
-CASES = ["ddp", "fsdp2", "fsdp2-lora", "zero2", "zero3"]
+KILLED = ["ddp", "fsdp2"]  # which are resumed after a kill
+CASES = ["fsdp2-lora", "zero2", "zero3"]
 MORE_CASES = ["ddp-lora", "zero1", "zero3-lora"]
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -55,37 +66,47 @@ def run(folder, jobs, **how):
     path = folder / f"{jobs[0]['name']}.json"
     path.write_text(json.dumps(jobs))
     run_processes(SCRIPT, path, **how)
-    count = how.get("count", 2)
+    return found_of(folder, jobs, **how)
+
+
+def found_of(folder, jobs, count=2):
+    """What all processes had after each job."""
     return {one["name"]: [torch.load(folder / f"{one['name']}-{r}.pt") for r in range(count)] for one in jobs}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Of all runs here."""
-    return tmp_path_factory.mktemp("resumed")
 
 
 def whole_and_resumed(folder, case):
     """The two jobs of a case."""
-    checkpoint = str(folder / case / "checkpoint-2")
-    return [job(folder, case, case), job(folder, case, f"{case}-resumed", resume=checkpoint)]
+    checkpoint = str(folder / case / "checkpoint-3")
+    options = {**LONG, "save_strategy": "no"}
+    return [job(folder, case, case), job(folder, case, f"{case}-resumed", options=options, resume=checkpoint)]
 
 
-@pytest.fixture(scope="module")
-def left(folder):
-    """Of each case an uninterrupted training, and one that goes on from its second checkpoint."""
+def jobs_of(folder):
+    """Of each case an uninterrupted training, and of `CASES` one that goes on from its first checkpoint."""
     jobs = []
-    for case in CASES:
-        jobs += whole_and_resumed(folder, case)
+    for case in (*KILLED, *CASES):
+        jobs += whole_and_resumed(folder, case)[: 1 if case in KILLED else 2]
         if case == "fsdp2":
             jobs += [job(folder, "ddp", "ddp-boundary", options=BOUNDARY)]
             jobs += [job(folder, "fsdp2", "fsdp2-boundary", options=BOUNDARY, sharded=True)]
             checkpoint = str(folder / "fsdp2-sgd" / "checkpoint-1")
             jobs += [job(folder, "fsdp2", "fsdp2-sgd", options=SGD)]
             jobs += [job(folder, "fsdp2", "fsdp2-sgd-resumed", options=SGD, resume=checkpoint)]
-            bf16 = {"max_steps": 1, "save_strategy": "no", "bf16": True}
+            bf16 = {**GROUP, "max_steps": 1, "save_strategy": "no", "bf16": True}
             jobs += [job(folder, "fsdp2", "fsdp2-bf16", options=bf16, keep_log_probs=True)]
-    return run(folder, jobs)
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def folder():
+    """Of all runs here."""
+    return made_once("resumed", lambda folder: run(folder, jobs_of(folder)))
+
+
+@pytest.fixture(scope="module")
+def left(folder):
+    """What both processes have after each of these jobs."""
+    return found_of(folder, jobs_of(folder))
 
 
 def assert_equal(got, expected, *, steps):
@@ -108,7 +129,7 @@ def assert_resumed(left, case):
         for one in (whole, resumed):
             assert (one["world_size"], one["distributed_type"], one["wrapper"]) == (2, *wrapper)
             assert one["layers_gathered_at_once"] == (3 if case == "zero3" else 0)  # a frozen base has none
-        assert_equal(resumed, whole, steps=3)
+        assert_equal(resumed, whole, steps=2)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -141,13 +162,14 @@ def killed(folder, case, die):
 
 def test_killed_in_a_save(folder, left):
     """A half-written checkpoint is passed over, by name. (What a launcher does: test_ranks_benchmark.py.)"""
-    path, again = killed(folder, "ddp", die=[0, "save", 4])
+    path, again = killed(folder, "ddp", die=[0, "save", 5])
     with pytest.raises(AssertionError, match="process 0 failed"):
         run_processes(SCRIPT, path)
-    for rank, found in enumerate(run(folder, [again])["ddp-again"]):
+    resumed = run(folder, [again])["ddp-again"]
+    assert_resumed({**left, "ddp-resumed": resumed}, "ddp")
+    for found in resumed:
         said = [text for text in found["warnings"] if "passed over" in text]
-        assert len(said) == 1 and "checkpoint-2" in said[0] and "checkpoint-4: it is half-written" in said[0]
-        assert_equal(found, left["ddp"][rank], steps=3)
+        assert len(said) == 1 and "checkpoint-3" in said[0] and "checkpoint-5: it is half-written" in said[0]
 
 
 @pytest.mark.exhaustive
@@ -156,9 +178,9 @@ def test_killed_between_saves(folder, left):
     path, again = killed(folder, "fsdp2", die=[1, "rollouts", 4])
     with pytest.raises(AssertionError, match="process 1 failed"):
         run_processes(SCRIPT, path)
-    for rank, found in enumerate(run(folder, [again])["fsdp2-again"]):
-        assert not any("passed over" in text for text in found["warnings"])
-        assert_equal(found, left["fsdp2"][rank], steps=1)
+    resumed = run(folder, [again])["fsdp2-again"]
+    assert_resumed({**left, "fsdp2-resumed": resumed}, "fsdp2")
+    assert not any("passed over" in text for found in resumed for text in found["warnings"])
 
 
 def test_another_number_of_processes(folder, left):
@@ -186,7 +208,7 @@ def test_another_number_of_processes(folder, left):
         for name, value in whole["parameters"].items():
             assert (one["parameters"][name] - value).abs().max() < 1e-6, name
         assert one["logs"][1]["reward"] == pytest.approx(whole["logs"][1]["reward"], abs=1e-6)
-    assert "expected 4 prompts per optimizer step" in found["fewer-prompts"][0]["error"]
+    assert "expected 2 prompts per optimizer step" in found["fewer-prompts"][0]["error"]
 
 
 def test_answers_are_float32_under_fsdp2_in_bfloat16(left):

@@ -1,7 +1,7 @@
 """Supervised training on two processes equals stock TRL's on the same backend and batches.
 
 Under DDP in float64; FSDP2 and ZeRO-3 in float32, where stock TRL's backends differ by 1.2e-7 after three steps that
-move parameters by 3e-3 (see test_two_processes.py).
+move parameters by 3e-3 (see test_ranks.py).
 """
 
 import pickle
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launching import run_processes
+from support.launching import made_once, run_processes
 from support.models import tiny_model
 from support.trainer_runs import TIMED
 
@@ -21,10 +21,9 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory):
+def left():
     """What both ranks left of each backend and trainer; asserts that two ranks of the real backend ran."""
-    folder = tmp_path_factory.mktemp("sft")
-    run_processes(SCRIPT, folder, *KINDS, timeout=900)
+    folder = made_once("sft", lambda folder: run_processes(SCRIPT, folder, *KINDS, timeout=900))
     found = {
         (backend, name): [pickle.loads((folder / f"{backend}-{name}-{rank}").read_bytes()) for rank in (0, 1)]
         for backend in KINDS

@@ -15,10 +15,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from train_two import allow_fsdp_on_cpu, backend_options
+from support.backends import allow_fsdp_on_cpu, backend_options
 
 DRIFT = {"num_iterations": 2, "epsilon": 0.02, "learning_rate": 0.3}
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+PROMPTS = 4  # on each rank, of two slices
 CASES = {
     "grpo": {"loss_type": "grpo", "entropy_coef": 0.5, **EVALUATION},
     "bnpo": {"loss_type": "bnpo", "entropy_coef": 0.5, "beta": 0.1, **DRIFT},
@@ -36,7 +37,7 @@ CASES = {
         "num_iterations": 2,
         "max_steps": 6,
     },
-    "recorded-unknown": {"loss_type": "grpo", "max_steps": 3},
+    "recorded-unknown": {"loss_type": "grpo", "per_device_train_batch_size": 4, "max_steps": 3},
 }
 # The prompt of which log-probs are unknown, so on one of the ranks only.
 UNKNOWN = ["p4"]
@@ -45,8 +46,8 @@ UNKNOWN = ["p4"]
 def drop_key(rank, output):
     """Rank 1 has a row an episode and does not say so."""
     for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask"):
-        output[key] = [output[key][0]] * 8
-    output["episode"] = list(range(8))
+        output[key] = [output[key][0]] * PROMPTS
+    output["episode"] = list(range(PROMPTS))
     if rank == 1:
         del output["episode"]
 
@@ -77,7 +78,7 @@ def main() -> None:
     from accelerate.state import AcceleratorState
     from support import recorded
     from support.episodes import RaggedRollouts
-    from support.models import tiny_model
+    from support.models import shallow_model
     from support.oracle import float64_everywhere
     from support.recordings import WatchedRecording, episodes_with_unknown, rows_of_episodes
 
@@ -98,8 +99,15 @@ def main() -> None:
             rollouts = recording.log
         # DeepSpeed knows no float64.
         dtype = torch.float64 if backend == "ddp" else torch.float32
-        model = tiny_model("qwen3_5_text", dtype=dtype, seed=1)  # before the arguments: see train_two.py
-        options = {"max_steps": 2, "tree_sharing": "always", **CASES.get(case, {}), **backend_options(backend)}
+        # Before the arguments, which would have ZeRO-3 take it over.
+        model = shallow_model("qwen3_5_text", dtype=dtype, seed=1)
+        options = {
+            "max_steps": 2,
+            "per_device_train_batch_size": PROMPTS // 2,
+            "tree_sharing": "always",
+            **CASES.get(case, {}),
+            **backend_options(backend),
+        }
         if options.get("beta"):  # TRL loads the reference model from where the policy came from
             model = type(model).from_pretrained(folder / "start", dtype=dtype)
             model.train()

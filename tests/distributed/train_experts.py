@@ -47,6 +47,7 @@ def main() -> None:
         model.train()
         tree = kind.startswith("tree")
         options = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64} if tree else {}
+        options["max_steps"] = 2
         trainer = (TreeGRPOTrainer if tree else GRPOTrainer)(
             model,
             recorded.recorded_reward,

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from support.backends import allow_fsdp_on_cpu, backend_options
 from support.counted import SPEED, CountedGRPOTrainer
 from support.oracle import float64_everywhere
-from train_two import allow_fsdp_on_cpu, backend_options
 
 TREE = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64}
 KINDS = {
@@ -34,6 +34,7 @@ OPTIONS = {
     "no-checkpointing": {"gradient_checkpointing": False},
     "unused": {"ddp_find_unused_parameters": True, "gradient_checkpointing": False},
     "scored": {"num_iterations": 2, "epsilon": 0.02, "learning_rate": 0.01},
+    "twice": {"num_iterations": 2},
     "entropy": {"entropy_coef": 0.05},
     "router": {"router_aux_loss_coef": 0.3},
     "evaluated": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
@@ -42,10 +43,13 @@ OPTIONS = {
         "tree_expert_bias_update_speed": SPEED,
         "max_steps": 4,
         "learning_rate": 0.005,
+        "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 1,
     },
     "routes": {"tree_replay_routing": "engine"},  # drawn at random
     "lora": {},
+    "long": {},  # rank 0's prompts fill a microbatch, so that some trunks score nothing
+    "untouched": {},  # planted: the backward of a microbatch without labels touches no parameter
     "unarmed": {},  # planted: DDP's reducer is not told of a step's last backward
     "unflagged": {},  # planted: nor is ZeRO-3 told that another backward begins
     "idle": {"mask_truncated_completions": True},  # rank 0's are all truncated: it has no trajectories
@@ -91,12 +95,43 @@ def plant_untold():
     return lambda: setattr(AccelerateRanks, "_around", around)
 
 
+def plant_untouched():
+    """A microbatch that scores nothing gets a scalar without a graph behind it."""
+    from harts_hf.runtime import run
+
+    stock = run.inner_product
+
+    def planted(answered, coefficients):
+        if len(answered.wanted.labels.rows) == 0:
+            return torch.zeros((), requires_grad=True)
+        return stock(answered, coefficients)
+
+    run.inner_product = planted
+    return lambda: setattr(run, "inner_product", stock)
+
+
+def count_own_microbatches(trainer) -> list[int]:
+    """A list that gets this rank's number of microbatches at each step: metrics count those of all ranks."""
+    counts: list[int] = []
+    step = trainer._tree.step
+
+    def counting(*args):
+        report = step(*args)
+        counts.append(len(report.window.schedule.microbatches))
+        return report
+
+    trainer._tree.step = counting
+    return counts
+
+
 def rollouts_for(options: list[str]):
     """The recorded rollouts, or some in which rank 0 has next to nothing."""
     from support import recorded
 
     def rollouts(prompts, trainer):
         output = recorded.rollout_func(prompts, trainer)
+        if "long" in options and trainer.accelerator.process_index == 0:
+            output["prompt_ids"] = [[5, 6, 7, 8] * 17 + row for row in output["prompt_ids"]]
         if "routes" in options:
             output["routed_experts"] = [
                 np.random.default_rng(row).random((len(tokens), 3, 8)).argsort(axis=-1)[..., :2]
@@ -137,7 +172,8 @@ def run(case: str, folder: Path) -> dict:
     from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 
     backend, family, kind, *options = case.split(":")
-    arguments = recorded.arguments(folder, **{"router_aux_loss_coef": 0.0, "max_steps": 2, **KINDS[kind]})
+    small = {"router_aux_loss_coef": 0.0, "max_steps": 2, "per_device_train_batch_size": 2}  # a group on each rank
+    arguments = recorded.arguments(folder, **{**small, **KINDS[kind]})
     for option in options:
         arguments |= {k: v for k, v in OPTIONS[option].items() if kind != "stock" or not k.startswith("tree_")}
     arguments |= {k: v for k, v in backend_options(backend).items() if k not in arguments}
@@ -163,11 +199,14 @@ def run(case: str, folder: Path) -> dict:
         rollout_func=rollouts_for(options),
         peft_config=lora() if "lora" in options else None,
     )
+    own_counts = [] if kind == "stock" else count_own_microbatches(trainer)
     with ExitStack() as stack:
         if "bias" in options:
             stack.enter_context(float64_everywhere(model))
         if {"unarmed", "unflagged"} & set(options):
             stack.callback(plant_untold())
+        if "untouched" in options:
+            stack.callback(plant_untouched())
         if kind == "random":
             stack.callback(plan_at_random(seed=len(case)))
         trainer.train()
@@ -181,6 +220,7 @@ def run(case: str, folder: Path) -> dict:
         "distributed_type": trainer.accelerator.distributed_type.value,
         "wrapper": type(wrapped).__name__,
         "logs": trainer.state.log_history,
+        "microbatches": own_counts,
         "loads": sum(trainer.steps) if hasattr(trainer, "steps") else loads_of(trainer),
         "parameters": {name: value.cpu().clone() for name, value in parameters.items()} if parameters else {},
     }

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 train_resumed.py JOBS.json
 
-A job is an object of: ``name`` (of what is left beside the jobs' file), ``backend`` (see train_two.py), ``folder``
+A job is an object of: ``name`` (of what is left beside the jobs' file), ``backend`` (see support.backends), ``folder``
 (output_dir), ``family``, ``lora``, ``sharded`` (checkpoints of FSDP2 hold shards), ``resume`` (what ``train`` gets),
 ``options`` (of the configuration), ``die`` ([process, "rollouts" or "save", step]: it kills itself there) and
 ``keep_log_probs`` (keeps the hook's log-probs).
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from train_two import allow_fsdp_on_cpu, backend_options
+from support.backends import allow_fsdp_on_cpu, backend_options
 
 LORA_TARGETS = ["q_proj", "o_proj"]
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from train_two import allow_fsdp_on_cpu, backend_options
+from support.backends import allow_fsdp_on_cpu, backend_options
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from harts_hf.modeling.checkpointing import allow_some_layers, checkpointed_ever
 from harts_hf.modeling.memory import row_bytes
 
 CUT = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "max_steps": 2, "learning_rate": 0.1}
+ON = {"gradient_checkpointing": True}
 
 
 def checkpointed(model):
@@ -27,7 +28,7 @@ def test_every_second_layer(tmp_path):
     for every in (1, 2):
         kwargs = {"use_reentrant": False, **({"every_n_layers": every} if every > 1 else {})}
         runs[every] = run_trainer(
-            TreeGRPOTrainer, TreeGRPOConfig, tmp_path / str(every), gradient_checkpointing_kwargs=kwargs, **CUT
+            TreeGRPOTrainer, TreeGRPOConfig, tmp_path / str(every), gradient_checkpointing_kwargs=kwargs, **ON, **CUT
         )
     for name, value in runs[1][0].items():
         assert torch.equal(runs[2][0][name], value), name
@@ -55,7 +56,9 @@ def test_memory_of_some_layers():
 def test_stock_trl_forgets(tmp_path):
     """Where it no longer does, allow_some_layers can go."""
     kwargs = {"use_reentrant": False, "every_n_layers": 2}
-    _, _, trainer = run_trainer(GRPOTrainer, GRPOConfig, tmp_path, gradient_checkpointing_kwargs=kwargs, max_steps=1)
+    _, _, trainer = run_trainer(
+        GRPOTrainer, GRPOConfig, tmp_path, gradient_checkpointing_kwargs=kwargs, max_steps=1, **ON
+    )
     assert all(checkpointed(trainer.model))
 
 

@@ -81,6 +81,10 @@ def test_too_many_compilations_are_an_error(compilations: CompileCounter, monkey
     assert compilations.frame_count == 1
 
 
+# Of `cases`, those that say nothing new of other sizes of blocks: sibling trees again, and less than a block.
+BLOCKS_KNOW_NOTHING_OF = (1, 3)
+
+
 def cases() -> Iterator[tuple[list, AttentionIntervals, BlockMask]]:
     """Several trees in a microbatch, rows that see no key of the first tile they visit, handed keys; one block.
 
@@ -113,6 +117,8 @@ def test_pytorchs_forward_on_our_lists(options: dict[str, Any], tmp_path: Path):
     from support import flex_template
 
     for number, (tensors, intervals, mask) in enumerate(cases()):
+        if options is not flex._OPTIONS and number in BLOCKS_KNOW_NOTHING_OF:
+            continue
         kernels = flex_template.Kernels(mask=mask, intervals=intervals, scale=0.3, options=options, folder=tmp_path)
         found = kernels.forward(*tensors)[0].transpose(1, 2)
         expected = reference.tree_attention(*tensors, intervals, scale=0.3)
@@ -130,6 +136,7 @@ def test_pytorchs_backward_on_our_lists(tmp_path: Path):
     for number, (tensors, intervals, mask) in enumerate(cases()):
         common = {"mask": mask, "intervals": intervals, "scale": 0.3, "folder": tmp_path}
         both = [flex_template.Kernels(options=x, **common) for x in options]
+        both = both[:1] if number in BLOCKS_KNOW_NOTHING_OF else both
         out, sums = both[0].forward(*tensors)  # for both: the blocks of the forward are the same
         grad = torch.randn_like(out)
         exact = [x.double().requires_grad_() for x in tensors]

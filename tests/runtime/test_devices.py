@@ -10,7 +10,7 @@ import transformers
 from accelerate import Accelerator
 from support import recorded
 from support.device_tags import DEVICE, DeviceMismatchError, is_tagged, pretended_gpu, tensors_of
-from support.models import FAMILIES, VOCAB, tiny_model
+from support.models import FAMILIES, VOCAB, shallow_model, tiny_model
 from support.ranks import OtherRankHas
 from support.trees import branching
 from trl.trainer.base_trainer import _BaseTrainer
@@ -136,7 +136,7 @@ def test_trainer(execution, iterations, monkeypatch, tmp_path):
     cut = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "num_iterations": iterations}
     with pretended_gpu(monkeypatch):
         trainer = TreeGRPOTrainer(
-            tiny_model("qwen3_5_text"),
+            shallow_model("qwen3_5_text"),
             recorded.recorded_reward,
             args=TreeGRPOConfig(**recorded.arguments(tmp_path, **options, **cut)),
             train_dataset=recorded.dataset(),

@@ -1,11 +1,12 @@
 """tree_logprobs against the unpatched model, one trajectory at a time, in float64; the budget is in support.parity."""
 
 from contextlib import nullcontext
+from itertools import cycle
 
 import numpy as np
 import pytest
 import torch
-from support.models import FAMILIES, VOCAB, tiny_model
+from support.models import FAMILIES, OF_EACH_KIND, OTHERS, VOCAB, tiny_model
 from support.parity import check_parity
 from support.trees import BRANCH_DEPTHS, branching, random_trajectories, real_trajectories
 
@@ -21,9 +22,9 @@ def test_every_family(model_type):
 
 @pytest.mark.essential("bailing_hybrid-64", "qwen3_5_text-2", "qwen3_5_text-127")
 @pytest.mark.parametrize("depth", [depth for depth in BRANCH_DEPTHS if depth != 65])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_EACH_KIND)
 def test_branch_depths(family, depth):
-    """A branch elsewhere around a chunk boundary."""
+    """A branch elsewhere around a chunk boundary: which depth it is knows the rule's kernel, not the family."""
     check_parity(tiny_model(family, dtype=torch.float64), branching(depth, vocab=VOCAB))
 
 
@@ -39,8 +40,9 @@ def test_random_tree(family, checkpointing):
 
 
 @pytest.mark.essential("bailing_hybrid-64", "qwen3_5_text-150")
-@pytest.mark.parametrize("budget", [64, 150])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "budget"), [*((family, 64) for family in FAMILIES), *((family, 150) for family in OF_EACH_KIND)]
+)
 def test_cuts_that_compute_prefixes_again(family, budget):
     """A tree that is cut without handing states over; at 64 rows some trajectories are longer than the budget."""
     planner = PlannerConfig(max_tokens_per_microbatch=budget, sharing="always", handoff=False)
@@ -49,11 +51,19 @@ def test_cuts_that_compute_prefixes_again(family, budget):
         check_parity(tiny_model(family, dtype=torch.float64), branching(65, vocab=VOCAB), planner)
 
 
+REAL = [("lats_webshop", 0), ("tot_game24", 3), ("vmcts_dafny_bst", 1)]
+
+
 @pytest.mark.essential("lats_webshop-0-bailing_hybrid", "vmcts_dafny_bst-1-qwen3_5_text")
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("name", "group"), [("lats_webshop", 0), ("tot_game24", 3), ("vmcts_dafny_bst", 1)])
+@pytest.mark.parametrize(
+    ("name", "group", "family"),
+    [
+        *((*group, family) for group in REAL for family in OF_EACH_KIND),
+        *((*group, family) for group, family in zip(cycle(REAL), OTHERS, strict=False)),
+    ],
+)
 def test_real_tree(family, name, group):
-    """Real rollout trees, cut to size."""
+    """Real rollout trees, cut to size: all of them for two families, one for each other."""
     rows = real_trajectories(name, group=group, vocab=VOCAB, max_tokens=160)
     check_parity(tiny_model(family, dtype=torch.float64), rows[:: max(1, len(rows) // 10)])
 

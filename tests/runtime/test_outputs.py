@@ -1,6 +1,7 @@
 """Outputs beside log-probs: a value head on every row, a router's sums; against the unpatched model in float64."""
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -73,9 +74,10 @@ def values_of_trajectories(family):
 
 
 @pytest.mark.essential("qwen3_5_text-replay-False")
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("family", ["bailing_hybrid", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    ("family", "execution", "checkpointing"),
+    [(*run, number % 2 == 1) for number, run in enumerate(product(["qwen3_5_text", "bailing_hybrid"], EXECUTIONS))],
+)
 def test_values_of_rows(family, execution, checkpointing):
     """A critic's value of every row, leaves too, and every gradient of log-probs and values together."""
     model, trajectories = with_critic(family, VALUE), rows()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.models import VOCAB, tiny_model
+from support.models import VOCAB, shallow_model
 from support.oracle import assert_gradients_close, float64_everywhere, gradients, trajectory_log_probs
 from support.parity import GRADIENT_TOLERANCE
 from support.ranks import on_ranks
@@ -68,7 +68,7 @@ def of_sums(rows, values):
 
 def new_model():
     """float64, with a value head."""
-    model = tiny_model("qwen3_5_text", dtype=torch.float64)
+    model = shallow_model("qwen3_5_text", dtype=torch.float64)
     model.critic = nn.Linear(model.config.hidden_size, 1, dtype=torch.float64)
     return model
 
@@ -301,7 +301,7 @@ def test_plans_of_other_processes():
     """A plan runs on as many processes as it is for, each its own rank of it."""
     rows = branching(65, vocab=VOCAB)
     several = PlannerConfig(max_tokens_per_microbatch=64, world_size=3)
-    model = patch(tiny_model("qwen3_5_text"))
+    model = patch(shallow_model("qwen3_5_text"))
     with pytest.raises(ValueError, match=r"expected rank in \[0, 3\), got 3"):
         TreeWindow(rows, several, rank=3)
     with pytest.raises(ValueError, match="a plan for 1 processes on process 0, got rank 0 of a plan for world_size=3"):
@@ -330,6 +330,7 @@ def test_auto(shape, placement):
             choice="auto",
             can_skip_scoring=False,
             names=("log_prob",),
+            merge=RolloutTree.from_trajectories,
         )
 
     found = on_ranks(2, work)

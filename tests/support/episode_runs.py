@@ -12,7 +12,7 @@ from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from support import recorded
 from support.episode_oracle import EpisodeLoop
 from support.episodes import Generation, RaggedRollouts
-from support.models import tiny_model
+from support.models import shallow_model
 from support.oracle import float64_everywhere
 
 FAMILY = "qwen3_5_text"
@@ -46,7 +46,7 @@ def build_trainer(
     options = {"max_steps": 2, **options}
     if "harts" in trainer_class._tag_names:
         options = {"tree_sharing": "always", **options}
-    model = tiny_model(FAMILY, dtype=dtype, seed=1)
+    model = shallow_model(FAMILY, dtype=dtype, seed=1)
     if options.get("beta"):  # TRL loads the reference model from where the policy came from
         model.save_pretrained(folder / "start")
         model = type(model).from_pretrained(folder / "start", dtype=dtype)
@@ -87,7 +87,7 @@ def follow(
     off_policy: bool = False,
 ) -> EpisodeLoop:
     """The loop over samples from the same start; the lists inside are over ranks."""
-    model, reference = (tiny_model(FAMILY, dtype=torch.float64, seed=1) for _ in range(2))
+    model, reference = (shallow_model(FAMILY, dtype=torch.float64, seed=1) for _ in range(2))
     loop = EpisodeLoop(model, args, reference=reference, gmpo=gmpo, off_policy=off_policy)
     with float64_everywhere(model):
         loop.train(generations, evaluations, accumulation)
@@ -111,7 +111,7 @@ def assert_same_parameters(
     parameters: dict[str, torch.Tensor], loop: EpisodeLoop, *, tolerance: float = TOLERANCE
 ) -> None:
     """See :func:`assert_follows`."""
-    start = dict(tiny_model(FAMILY, dtype=torch.float64, seed=1).named_parameters())
+    start = dict(shallow_model(FAMILY, dtype=torch.float64, seed=1).named_parameters())
     expected = {name: parameter.detach() for name, parameter in loop.model.named_parameters()}
     assert parameters.keys() == expected.keys()
     moved = max((expected[name] - start[name]).abs().max().item() for name in start)

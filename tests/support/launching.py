@@ -1,42 +1,153 @@
-"""Starts a script on several processes, as users do or from a server that has imported, and waits for a time-out."""
+"""Starts scripts and commands in forks of a server that has imported, as users do, and waits for a time-out.
 
-import multiprocessing
+The server (fork_server.py) is one for all workers of pytest: who needs it first starts it.
+"""
+
+import fcntl
+import functools
+import json
 import os
-import runpy
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-SUPPORT = str(Path(__file__).parents[1])
+HERE = Path(__file__).parent
+SUPPORT = str(HERE.parent)
+# Made by the process that starts workers (conftest.py).
+FOLDER = "HARTS_TESTS_FORK_FOLDER"
+# Names the file to which what `write_python` wrote adds the CPU seconds of each of its processes, a line each.
+SPENT = "HARTS_TESTS_SPENT"
+
+
+@functools.cache
+def fork_folder() -> Path:
+    """Where the server's sockets are; it runs until the last process that asked here has ended."""
+    folder = Path(os.environ[FOLDER])
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "ours").exists():
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
+            with (folder / "said").open("wb") as said:
+                command = [sys.executable, str(HERE / "fork_server.py"), str(folder)]
+                server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+            while not (folder / "ours").exists():
+                assert server.poll() is None, (folder / "said").read_text()[-3000:]
+                time.sleep(0.05)
+        fork_folder.stays = _connected(folder / "packages")  # to this process's end
+        fork_folder.stays.sendall(b'{"stay": true}\n')
+    return folder
+
+
+def made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that ``make`` fills, once for all workers of pytest; if it failed, who asks next tries again."""
+    folder, made = (Path(os.environ[FOLDER]) / one for one in (name, f"{name}-made"))
+    with made.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            made.touch()
+    return folder
+
+
+def _connected(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(path))
+    return connection
 
 
 def _python_path() -> str:
     return os.pathsep.join(filter(None, [SUPPORT, os.environ.get("PYTHONPATH")]))
 
 
+def write_python(file: Path, which: str, installed: tuple[str, ...] = ()) -> Path:
+    """Writes a `python` whose processes are forks.
+
+    Args:
+        file: of this name.
+        which: "packages" for forks that have imported what others wrote, "ours" for those that have this package too.
+        installed: folders that come before those of this interpreter.
+    """
+    text = (HERE / "fork_python.py").read_text()
+    constants = f"SOCKET, INSTALLED = {str(fork_folder() / which)!r}, {list(installed)!r}"
+    text = text.replace('SOCKET, INSTALLED = "", []  # written in', constants)
+    assert constants in text
+    file.write_text(f"#!{os.path.realpath(sys.executable)} -IS\n{text}")
+    file.chmod(0o755)
+    return file
+
+
 def launch(
-    script: Path, *arguments: object, launcher: tuple[str, ...], count: int = 2, timeout: float = 900
+    folder: Path, *arguments: object, launcher: tuple[str, ...], timeout: float = 900, **options: object
 ) -> subprocess.CompletedProcess:
-    """What Accelerate's launcher returned and printed; an error if it did not end in time."""
+    """What a real launcher returned and printed, whose processes are forks; an error if it did not end in time.
+
+    Args:
+        folder: gets a `python`.
+        arguments: of the launcher's.
+        launcher: ``("-m", module, ...)``.
+        timeout: seconds.
+        options: of `subprocess.run`.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
-    command = [sys.executable, *launcher, "--num_processes", str(count), str(script), *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    command = [write_python(folder / "python", "ours"), *launcher, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, **options)
 
 
-def start_fork(script: Path, *arguments: object, environment: dict[str, object], output: str) -> BaseProcess:
-    """Starts ``python SCRIPT ARGUMENTS`` as a fork of a server that has imported; both its streams go to a file."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["support.forked_imports"])
-    process = context.Process(target=_run_script, args=(str(script), list(map(str, arguments)), environment, output))
-    with _server_environment():
-        process.start()
-    return process
+class Fork:
+    """``python SCRIPT ARGUMENTS`` in a fork of the server.
+
+    Args:
+        script: its own folder is where it finds modules first.
+        arguments: its.
+        environment: variables beside this process's.
+        output: the file that gets both its streams.
+    """
+
+    def __init__(self, script: Path, *arguments: object, environment: dict[str, object], output: str) -> None:
+        own = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
+        request = {
+            "argv": [str(script), *map(str, arguments)],
+            "cwd": os.getcwd(),
+            "environment": {**own, **{name: str(value) for name, value in environment.items()}},
+            "executable": sys.executable,
+            "path": _python_path().split(os.pathsep),
+        }
+        line = json.dumps(request).encode() + b"\n"
+        self._connection = _connected(fork_folder() / "ours")
+        with open(output, "wb") as out, open(os.devnull, "rb") as nothing:
+            sent = socket.send_fds(self._connection, [line], [nothing.fileno(), out.fileno(), out.fileno()])
+        self._connection.sendall(line[sent:])
+        self._answers = self._connection.makefile()
+        self.pid = json.loads(self._answers.readline())
+        self.exitcode: int | None = None
+
+    def fileno(self) -> int:
+        """Can be read when it has ended."""
+        return self._connection.fileno()
+
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self.exitcode is None and not self.join(0)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Whether it has ended within so many seconds."""
+        if self.exitcode is None and wait([self], timeout):
+            self.exitcode, _ = json.loads(self._answers.readline())
+            self._connection.close()
+        return self.exitcode is not None
+
+    def signal(self, number: int) -> None:
+        """Sends a signal if it runs."""
+        if self.is_alive():
+            os.kill(self.pid, number)
 
 
 def run_processes(script: Path, *arguments: object, count: int = 2, timeout: float = 600) -> None:
@@ -54,53 +165,27 @@ def run_processes(script: Path, *arguments: object, count: int = 2, timeout: flo
                 "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0,
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none",
             }  # fmt: skip
-            processes.append(start_fork(script, *arguments, environment=environment, output=f"{folder}/{rank}"))
+            processes.append(Fork(script, *arguments, environment=environment, output=f"{folder}/{rank}"))
         failed = _first_failure(processes, timeout)
         for process in processes:  # as launchers do: one that failed ends the others
             if failed is not None:
-                process.kill()
+                process.signal(9)
             process.join()
         if failed is not None:
             raise AssertionError(f"process {failed} failed: " + Path(f"{folder}/{failed}").read_text()[-3000:])
 
 
-def _first_failure(processes: list, timeout: float) -> int | None:
+def _first_failure(processes: list[Fork], timeout: float) -> int | None:
     """Which process failed first, or still runs after `timeout` seconds; None if all ended well."""
     end = time.monotonic() + timeout
-    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    running = list(processes)
     while running:
-        ended = wait(list(running), max(0.0, end - time.monotonic()))
+        ended = wait(running, max(0.0, end - time.monotonic()))
         if not ended:
-            return min(running.values())
-        for sentinel in ended:
-            rank = running.pop(sentinel)
-            processes[rank].join()
-            if processes[rank].exitcode != 0:
-                return rank
+            return processes.index(running[0])
+        for process in ended:
+            process.join()
+            running.remove(process)
+            if process.exitcode != 0:
+                return processes.index(process)
     return None
-
-
-@contextmanager
-def _server_environment():
-    """What a server that starts now inherits; it reads PYTHONPATH, not `sys.path`."""
-    before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "PYTHONPATH")}
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _run_script(script: str, arguments: list[str], environment: dict, output: str) -> None:
-    """One process: the script as `python script arguments`, what it prints in the file `output`."""
-    with open(output, "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ |= {name: str(value) for name, value in environment.items()}
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
-    runpy.run_path(script, run_name="__main__")

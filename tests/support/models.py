@@ -70,7 +70,11 @@ _CONFIGS = {
     "qwen3_5_text": {**_COMMON, **_GDN, **_LAYERS, "intermediate_size": 48},
     "qwen3_next": {**_COMMON, **_GDN, **_LAYERS, **_SOFTMAX_MOE, "intermediate_size": 48},
 }
+SHALLOW = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 FAMILIES = sorted(_CONFIGS)
+# Between them both linear rules, latent and ordinary attention, experts and dense layers.
+OF_EACH_KIND = ["bailing_hybrid", "qwen3_5_text"]
+OTHERS = [family for family in FAMILIES if family not in OF_EACH_KIND]
 LATENT_FAMILIES = [family for family in FAMILIES if "kv_lora_rank" in _CONFIGS[family]]
 MOE_FAMILIES = [family for family in FAMILIES if "moe_intermediate_size" in _CONFIGS[family]]
 
@@ -97,3 +101,11 @@ def tiny_model(
             if "e_score_correction_bias" in name:
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model.to(dtype).train()
+
+
+def shallow_model(family: str, **options) -> nn.Module:
+    """`tiny_model`, of qwen3_5_text with one layer of each kind: for what does not depend on depth, such as losses.
+
+    The stock model's linear layer in float64 is most of what a plain loop over trajectories takes.
+    """
+    return tiny_model(family, **options, **(SHALLOW if family == "qwen3_5_text" else {}))

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from harts_hf import TreePPOConfig, TreePPOTrainer
 from support import recorded
 from support.episodes import RaggedRollouts
-from support.models import tiny_model
+from support.models import shallow_model, tiny_model
 from support.oracle import float64_everywhere
 from support.ppo_oracle import PPOLoop
 
@@ -58,7 +58,7 @@ def arguments(folder: Path, **options: Any) -> dict[str, Any]:
 def build_trainer(folder: Path, rollouts: Any, *, family: str = FAMILY, **options: Any) -> Any:
     """A trainer of a fresh float64 model, with a value head that says something."""
     extra = {name: options.pop(name) for name in ("value_model", "peft_config", "eval_dataset") if name in options}
-    model = tiny_model(family, dtype=torch.float64, seed=1)
+    model = shallow_model(family, dtype=torch.float64, seed=1)
     if options.get("beta"):  # TRL loads the reference model from where the policy came from
         model.save_pretrained(folder / "start")
         model = type(model).from_pretrained(folder / "start", dtype=torch.float64, experts_implementation="eager")
@@ -94,12 +94,14 @@ def assert_equals_the_loop(
     weight, bias = give_head(trainer)
     begun = {name: value.clone() for name, value in trainer.model.state_dict().items() if "lora" in name}
     found = train(trainer)
-    plain: Any = tiny_model(options.get("family", FAMILY), dtype=torch.float64, seed=1)
+    plain: Any = shallow_model(options.get("family", FAMILY), dtype=torch.float64, seed=1)
     if "peft_config" in options:  # adapters as they began: only their first halves are drawn, and were kept
         plain = get_peft_model(plain, options["peft_config"])
         plain.load_state_dict(begun, strict=False)
     start = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
-    reference = tiny_model(options.get("family", FAMILY), dtype=torch.float64, seed=1) if trainer.args.beta else None
+    reference = (
+        shallow_model(options.get("family", FAMILY), dtype=torch.float64, seed=1) if trainer.args.beta else None
+    )
     follower = PPOLoop(plain, (weight, bias), trainer.args, critic=critic, reference=reference, **(loop or {}))
     with float64_everywhere(plain), float64_everywhere(critic or plain):
         follower.train([[generation] for generation in rollouts.training], trainer.args.max_steps)

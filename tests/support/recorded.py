@@ -1,5 +1,7 @@
 """Recorded rollouts played back to stock and tree trainers alike."""
 
+import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +86,21 @@ def recorded_reward(completions: list[Any], completion_ids: list[list[int]], **e
     return extra.get("recorded_reward") or [sum(row) % 17 / 8 for row in completion_ids]
 
 
+@functools.cache
 def dataset() -> Dataset:
     """Prompts p0 .. p11."""
     return Dataset.from_dict({"prompt": [f"p{i}" for i in range(NUM_PROMPTS)]})
 
 
 def arguments(folder: Path, **overrides: Any) -> dict[str, Any]:
-    """Arguments for three SGD steps on the CPU."""
+    """Arguments for three SGD steps on the CPU.
+
+    One process computes no layer twice, which takes a third of a training; tests of activation checkpointing ask for
+    it. Several keep TRL's default: their wrappers hook into what is computed again.
+    """
+    alone = {} if "WORLD_SIZE" in os.environ else {"gradient_checkpointing": False}
     return {
+        **alone,
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,

@@ -10,7 +10,7 @@ import transformers
 from accelerate import Accelerator
 from support import recorded
 from support.device_tags import DEVICE, is_tagged, pretended_gpu
-from support.models import tiny_model
+from support.models import shallow_model
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -28,7 +28,7 @@ CUT = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "max_step
 def made(tmp_path, kind=TreeGRPOTrainer, callbacks=None, **options):
     """A trainer."""
     return kind(
-        tiny_model("qwen3_5_text"),
+        shallow_model("qwen3_5_text"),
         recorded.recorded_reward,
         args=TreeGRPOConfig(**recorded.arguments(tmp_path, **{**CUT, **options})),
         train_dataset=recorded.dataset(),
@@ -212,7 +212,7 @@ def test_loaders_of_prompts(options, later, tmp_path):
 def batch_of(base, config, folder, rollouts, reward=recorded.recorded_reward, **options):
     """What a trainer makes of rollouts, before it is shuffled and split."""
     trainer = base(
-        tiny_model("qwen3_5_text"),
+        shallow_model("qwen3_5_text"),
         reward,
         args=config(**recorded.arguments(folder, **options)),
         train_dataset=recorded.dataset(),

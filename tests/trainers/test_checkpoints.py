@@ -6,7 +6,6 @@ falls into a generation batch or between two logged steps.
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 from support import recorded
+from support.launching import write_python
 from support.models import FAMILIES, tiny_model
 from support.trainer_runs import TIMED
 
@@ -86,7 +86,7 @@ def test_loads_without_us(tmp_path):
     """A process that never imports harts_hf loads checkpoints of all families: nothing missing, equal logits."""
     models = {family: train(tmp_path / family, family=family, save_steps=1, max_steps=1).model for family in FAMILIES}
     folders = {family: tmp_path / family / "checkpoint-1" for family in FAMILIES}
-    command = [sys.executable, "-c", LOAD_ELSEWHERE, *map(str, folders.values())]
+    command = [write_python(tmp_path / "python", "packages"), "-c", LOAD_ELSEWHERE, *map(str, folders.values())]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     for family, model in models.items():
@@ -110,7 +110,7 @@ def test_an_adapter_loads_without_us(tmp_path):
     lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     model = train(tmp_path, family=family, lora=lora, save_steps=1, max_steps=1).model
     folders = [tmp_path / "base", tmp_path / "checkpoint-1", tmp_path / "loaded"]
-    command = [sys.executable, "-c", LOAD_ADAPTER_ELSEWHERE, *map(str, folders)]
+    command = [write_python(tmp_path / "python", "packages"), "-c", LOAD_ADAPTER_ELSEWHERE, *map(str, folders)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     with torch.no_grad():

@@ -20,7 +20,7 @@ OPTIONS = {
     "clips-and-masks": {"loss_type": "grpo", "delta": 1.05, "off_policy_mask_threshold": 0.1, **WEIGHED, **DRIFT},
     "unscaled": {"loss_type": "bnpo", "scale_rewards": "none"},
     "batch-scaled": {"loss_type": "grpo", "scale_rewards": "batch", **WEIGHED},
-    "cut": {"loss_type": "grpo", "tree_max_tokens_per_microbatch": 64},
+    "cut": {"loss_type": "grpo", "tree_max_tokens_per_microbatch": 64, "gradient_checkpointing": True},
     "unshared": {"loss_type": "bnpo", "tree_sharing": "never", **WEIGHED},
     "evaluation": {"loss_type": "grpo", **EVALUATION, **BONUS},
     "evaluation-bnpo": {"loss_type": "bnpo", **EVALUATION, **WEIGHED, **BONUS},

@@ -10,7 +10,7 @@ from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 
 def first_log(trainer_class, config_class, folder, family, **options):
     """The first step's log of a float32 model under bf16 autocast."""
-    arguments = recorded.arguments(folder, bf16=True, max_steps=1, **options)
+    arguments = recorded.arguments(folder, bf16=True, max_steps=1, gradient_checkpointing=True, **options)
     trainer = trainer_class(
         tiny_model(family, seed=1),
         recorded.recorded_reward,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support import recorded
-from support.models import tiny_model
+from support.models import shallow_model
 from support.oracle import float64_everywhere, trajectory_log_probs
 from support.recordings import rows_of_prompts
 from support.trainer_runs import run_trainer
@@ -26,7 +26,7 @@ NAMES = ("tree/old_logp_clipped", "tree/old_logp_meandiff", "tree/old_logp_maxdi
 def rows_off_by(differences):
     """Two groups of a file whose old log-probs are the unpatched model's, less planted differences in turn; and what
     was planted, by trained token."""
-    model, planted = tiny_model("qwen3_5_text", dtype=torch.float64, seed=1), []
+    model, planted = shallow_model("qwen3_5_text", dtype=torch.float64, seed=1), []
     rows = rows_of_prompts()[: 2 * recorded.NUM_GENERATIONS]
     with torch.no_grad(), float64_everywhere(model):
         for number, row in enumerate(rows):

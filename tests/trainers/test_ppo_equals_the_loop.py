@@ -29,6 +29,7 @@ CUT = {"tree_max_tokens_per_microbatch": 64}
                 "epsilon_high": 2e-3,
                 "cliprange_value": 1e-2,
                 "learning_rate": 0.3,
+                "gradient_checkpointing": True,
             },
             1,
             id="epochs-of-minibatches-clipped",
@@ -102,7 +103,7 @@ def test_a_value_model_of_another_family(tmp_path):
 def test_lora(tmp_path):
     """Adapters and the value head are trained, and nothing else."""
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "in_proj_qkv"], lora_dropout=0.0)
-    assert_equals_the_loop(tmp_path, peft_config=config, learning_rate=0.5)
+    assert_equals_the_loop(tmp_path, peft_config=config, learning_rate=0.5, gradient_checkpointing=True)
 
 
 @pytest.mark.exhaustive

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import recorded
-from support.models import tiny_model
+from support.models import shallow_model, tiny_model
 from support.oracle import float64_everywhere
 from support.ppo_runs import build_trainer
 from torch import nn
@@ -14,6 +14,7 @@ from harts_hf.trainers.scored_once import ScoredOnce, Weights
 
 # Three microbatches or more; a step on the weights of the generation, then one on others.
 CUT = {
+    "gradient_checkpointing": True,  # which TRL switches off and on around a generation
     "tree_sharing": "always",
     "tree_max_tokens_per_microbatch": 64,
     "max_steps": 2,
@@ -55,7 +56,7 @@ def trained(folder, monkeypatch, *, keeps=True, **options):
         # TRL's own loss, though a test watches it.
         changed.setattr(Watching._compute_loss, "__module__", "trl")
         changed.setattr(Watching._get_per_token_logps_and_entropies, "__module__", "trl")
-        model = tiny_model("qwen3_5_text", dtype=torch.float64, seed=1)
+        model = shallow_model("qwen3_5_text", dtype=torch.float64, seed=1)
         trainer = Watching(
             model,
             recorded.recorded_reward,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from support import recorded
-from support.models import tiny_model
+from support.models import shallow_model, tiny_model
 from support.oracle import float64_everywhere
 from support.texts import arguments, conversations, dataset
 from support.trainer_runs import assert_same_training
@@ -20,7 +20,7 @@ from harts_hf.trainers.together import TogetherSampler, rows_together
 
 def run(trainer_class, config_class, folder, *, rows=None, family="qwen3_5_text", resume=None, **options):
     """Trains a fresh float64 model; returns its parameters, its log history and the trainer."""
-    model = tiny_model(family, dtype=torch.float64, seed=1)
+    model = shallow_model(family, dtype=torch.float64, seed=1)
     trainer = trainer_class(
         model,
         config_class(**arguments(folder, **options)),
@@ -119,7 +119,7 @@ def test_weights_multiply_the_loss_of_a_row(tmp_path):
     """The gradient of a step is the sum of the rows' own, each times its weight; counts and metrics stay TRL's."""
     rows = dataset().select(range(8))
     tree = run(TreeSFTTrainer, TreeSFTConfig, tmp_path / "tree", rows=rows, max_steps=1)
-    model = tiny_model("qwen3_5_text", dtype=torch.float64, seed=1)
+    model = shallow_model("qwen3_5_text", dtype=torch.float64, seed=1)
     labels = sum(label != -100 for row in rows for label in row["labels"])
     with float64_everywhere(model):
         for row in rows:

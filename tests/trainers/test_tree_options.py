@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from support import recorded
-from support.models import VOCAB, tiny_model
+from support.models import VOCAB, shallow_model
 from support.oracle import float64_everywhere
 from support.trainer_runs import assert_same_training, run_trainer
 from transformers import TrainerCallback
@@ -148,7 +148,7 @@ def test_all_rows_masked(tmp_path):
 
     options = {"mask_truncated_completions": True, "rollout_func": never_ends, "max_steps": 1}
     parameters, logs, _ = tree_run(tmp_path, **options)
-    start = dict(tiny_model("qwen3_5_text", dtype=torch.float64, seed=1).named_parameters())
+    start = dict(shallow_model("qwen3_5_text", dtype=torch.float64, seed=1).named_parameters())
     assert logs[0]["grad_norm"] == 0
     assert all(torch.equal(value, start[name]) for name, value in parameters.items())
 
@@ -279,7 +279,7 @@ def test_bad_options(options, message, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
         ({"torch_compile": True}, "torch_compile"),
         ({"optim": "adalomo"}, "optim=OptimizerNames.ADALOMO"),
         ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["mlp"]}, "GALORE_ADAMW_LAYERWISE"),

@@ -48,7 +48,7 @@ OPTIONS = {
     "unscaled-rewards": {"scale_rewards": "none"},
     "remainder-step": {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 5},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
-    "no-checkpointing": {"gradient_checkpointing": False},
+    "checkpointing": {"gradient_checkpointing": True},
     "clipped-gradients": {"max_grad_norm": 0.05},
 }
 # LUSPO's loss is a sum over tokens: smaller steps.

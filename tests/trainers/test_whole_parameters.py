@@ -12,7 +12,7 @@ from harts_hf.trainers.ranks import AccelerateRanks
 @pytest.mark.parametrize("reshards", [False, True])
 def test_parameters_stay_whole_until_the_last_backward(reshards: bool) -> None:
     """Where layers give up whole parameters after their forwards, nothing is changed. (That training is the same:
-    tests/distributed/test_two_processes.py, "fsdp2_whole".)"""
+    tests/distributed/test_ranks.py, "fsdp2_whole".)"""
     accelerator = SimpleNamespace(
         num_processes=2,
         process_index=0,

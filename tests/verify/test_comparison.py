@@ -7,7 +7,7 @@ from functools import partial, wraps
 import numpy as np
 import pytest
 import torch
-from support.models import FAMILIES, MOE_FAMILIES, VOCAB, tiny_model
+from support.models import FAMILIES, MOE_FAMILIES, SHALLOW, VOCAB, shallow_model, tiny_model
 from support.oracle import float64_everywhere
 from support.trees import branching, random_trajectories
 
@@ -151,7 +151,7 @@ def test_an_oracle_by_layers_is_the_copy_in_float64(family):
 @pytest.mark.exhaustive
 def test_memory_decides_which_oracle(monkeypatch):
     """A copy where it fits, layers where their sums do, and none elsewhere; the verdict by layers is the copy's."""
-    model = tiny_model("qwen3_5_text", dtype=torch.bfloat16, seed=3)
+    model = shallow_model("qwen3_5_text", dtype=torch.bfloat16, seed=3)
     count = sum(parameter.numel() for parameter in model.parameters())
     found = {}
     for per_parameter, kind in ((37, torch.nn.Module), (35, LayeredOracle), (11, type(None))):
@@ -166,7 +166,7 @@ def test_memory_decides_which_oracle(monkeypatch):
 
 def test_the_model_is_left_as_it_was():
     """No gradient, no patch, no change of a parameter stays behind."""
-    model = tiny_model("qwen3_5_text")
+    model = shallow_model("qwen3_5_text")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     classes = [type(module) for module in model.modules()]
     assert verify(model, [branching(3, vocab=VOCAB)]).passed
@@ -181,7 +181,7 @@ def test_gradients_that_are_zero_in_theory(family, with_oracle):
     """Where each query sees one key, expanded's gradient of queries and keys is 0 and the tree's a rounding: PASS."""
     steps = set()
     rows = [np.array([3, 4]), np.array([5, 6])]
-    model = tiny_model(family)
+    model = tiny_model(family, **SHALLOW)
     if family == "bailing_hybrid":
         model.set_experts_implementation("grouped_mm")  # as loaded models have it: experts' numbers are held as floats
     verdict = verify(model, [rows], with_oracle=with_oracle, progress=lambda _, way: steps.add(way))
@@ -200,7 +200,7 @@ def test_a_small_wrong_gradient_on_short_rollouts(size, monkeypatch):
         return measured
 
     monkeypatch.setattr(comparison, "measure_tree", partial(measure, comparison.measure_tree))
-    verdict = verify(tiny_model("qwen3_5_text"), [[np.array([3, 4]), np.array([5, 6])]])
+    verdict = verify(shallow_model("qwen3_5_text"), [[np.array([3, 4]), np.array([5, 6])]])
     assert {check.name for check in verdict.failures} >= {
         f"gradient of model.layers.0.linear_attn.out_proj.weight on the {way}" for way in JUDGED
     }
@@ -218,7 +218,7 @@ def test_a_wrong_gradient_that_is_zero_in_theory(monkeypatch):
         return measured
 
     monkeypatch.setattr(comparison, "measure_tree", partial(measure, comparison.measure_tree))
-    verdict = verify(tiny_model("qwen3_5_text"), [[np.array([3, 4]), np.array([5, 6])]])
+    verdict = verify(shallow_model("qwen3_5_text"), [[np.array([3, 4]), np.array([5, 6])]])
     assert "gradient of model.layers.1.self_attn.q_norm.weight on the tree" in {one.name for one in verdict.failures}
 
 
@@ -241,7 +241,7 @@ def test_roundings_at_random():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_models_that_are_not_finite(name, value):
     """Refused by name before anything is computed."""
-    model = tiny_model("qwen3_5_text")
+    model = shallow_model("qwen3_5_text")
     model.get_parameter(name).data.view(-1)[0] = value
     with pytest.raises(ValueError, match=f"to be finite, got NaN or infinity in {name}"):
         verify(model, [branching(3, vocab=VOCAB)], progress=lambda *_: pytest.fail("the work has begun"))
@@ -249,7 +249,7 @@ def test_models_that_are_not_finite(name, value):
 
 def test_models_that_compute_infinity():
     """Finite parameters may overflow all the same: there is nothing to compare with."""
-    model = tiny_model("qwen3_5_text")
+    model = shallow_model("qwen3_5_text")
     model.lm_head.weight.data.mul_(1e38)
     with pytest.raises(ValueError, match="results of the unpatched model to be finite, got NaN or infinity in "):
         verify(model, [branching(3, vocab=VOCAB)])
@@ -259,7 +259,7 @@ def test_models_that_compute_infinity():
 def test_draws_that_predict_nothing(draws):
     """No draw, an empty one, a trajectory of one token."""
     with pytest.raises(ValueError, match=r"expected at least one draw|expected trajectories of at least two tokens"):
-        verify(tiny_model("qwen3_5_text"), draws)
+        verify(shallow_model("qwen3_5_text"), draws)
 
 
 @pytest.mark.parametrize("budget", [2, 6, 1000])
@@ -279,9 +279,9 @@ def test_trajectories_of_one_token_are_left_out(budget):
 def test_draws_of_the_same_trajectories_count_as_one():
     """Weights alone make no independent draw: the limits stay those of a single one."""
     rows, others = branching(3, vocab=VOCAB), branching(2, vocab=VOCAB, seed=1)
-    same, different = (verify(tiny_model("qwen3_5_text"), draws) for draws in ([rows] * 4, [rows, others] * 2))
+    same, different = (verify(shallow_model("qwen3_5_text"), draws) for draws in ([rows] * 4, [rows, others] * 2))
     assert all(kind.limit == 4 for kind in same.kinds)
-    assert same.differences[TREE].largest == verify(tiny_model("qwen3_5_text"), [rows]).differences[TREE].largest
+    assert same.differences[TREE].largest == verify(shallow_model("qwen3_5_text"), [rows]).differences[TREE].largest
     assert different.passed and same.passed
 
 
