@@ -19,6 +19,7 @@ if len(sys.argv) not in (3, 4):
 model, traces, *key = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(model)
 recorded = RecordedRollouts(traces, tokenizer=tokenizer, group_key=key[0] if key else None, logprobs="rescored")
+print("rollouts of each group:", recorded.group_sizes)
 args = TreeGRPOConfig(
     output_dir="outputs/recorded",
     num_generations=recorded.num_generations,

@@ -26,6 +26,7 @@ rows = supervised_dataset(
     group_key=key[0] if key else None,
     weight=lambda reward, rewards: reward == max(rewards),
 )
+print(f"{len(rows)} rows of {len(set(rows['group']))} groups")
 args = TreeSFTConfig(
     output_dir="outputs/sft_on_traces",
     max_length=None,

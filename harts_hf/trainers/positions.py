@@ -28,7 +28,7 @@ class PositionsHint:
             masks = next(([batch[key] for key in keys] for keys in _MASKS if all(key in batch for key in keys)), [])
             if beyond_positions(self._config, sum(mask.shape[1] for mask in masks)) is None:
                 continue
-            longest = int(sum((mask != 0).sum(dim=1) for mask in masks).max())  # type: ignore[union-attr]
+            longest = int(sum((mask != 0).sum(dim=1) for mask in masks).max())
             said = beyond_positions(self._config, longest, "a trained row")
             if said is not None:
                 self._is_open = False

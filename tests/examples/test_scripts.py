@@ -80,7 +80,7 @@ def test_scripts_name_their_extra(name, module, extra, run, monkeypatch):
 
 @pytest.mark.essential("grpo", "recorded")
 @pytest.mark.parametrize("name", TRAINED)
-def test_script(name, tiny, run):
+def test_script(name, tiny, run, capsys):
     """It trains: finite losses, shared tokens, no warnings of others; the adapter's run saves an adapter."""
     arguments, ratio = TRAINED[name]
     with warnings.catch_warnings(record=True) as seen:
@@ -92,6 +92,8 @@ def test_script(name, tiny, run):
     assert logs and all(abs(entry.get("loss", 0.0)) < 100 for entry in logs)
     assert sum(entry["tree/sharing_ratio"] for entry in logs) / len(logs) > ratio
     assert any(entry["grad_norm"] > 0 for entry in logs)
+    if name == "recorded":
+        assert capsys.readouterr().out.split("\n")[0] in (ROOT / "docs" / "quickstart.md").read_text()
     if name == "lora":
         assert json.loads((Path(trainer.args.output_dir) / "adapter_config.json").read_text())["r"] == 8
 
