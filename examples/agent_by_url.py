@@ -13,6 +13,9 @@ from datasets import Dataset
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python examples/agent_by_url.py MODEL (a folder, such as examples/tiny.py makes, or a name)")
+
 try:
     import openai
 

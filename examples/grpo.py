@@ -12,6 +12,9 @@ from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.rollouts.engines import TurnRequest
 from harts_hf.rollouts.engines.opening import open_engine
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python examples/grpo.py MODEL (a folder, such as examples/tiny.py makes, or a name)")
+
 QUESTION = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 AGAIN = "<|im_end|>\n<|im_start|>user\nShorter, please.<|im_end|>\n<|im_start|>assistant\n"
 

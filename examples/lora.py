@@ -13,6 +13,9 @@ from digit import Digit
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.rollouts import TreeRolloutCollector, environment_reward
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python examples/lora.py MODEL (a folder, such as examples/tiny.py makes, or a name)")
+
 try:
     from peft import LoraConfig
 except ModuleNotFoundError:

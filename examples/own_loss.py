@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harts_hf import PlannerConfig, tree_logprobs
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python examples/own_loss.py MODEL (a folder, such as examples/tiny.py makes, or a name)")
+
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 reference = copy.deepcopy(model).requires_grad_(False)

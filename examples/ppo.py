@@ -12,6 +12,9 @@ from digit import Digit
 from harts_hf import TreePPOConfig, TreePPOTrainer
 from harts_hf.rollouts import TreeRolloutCollector, environment_reward
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python examples/ppo.py MODEL (a folder, such as examples/tiny.py makes, or a name)")
+
 args = TreePPOConfig(
     output_dir="outputs/ppo",
     num_generations=4,

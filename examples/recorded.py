@@ -1,6 +1,8 @@
 """GRPO on rollouts that exist already: nothing is sampled (docs/recorded.md).
 
-python examples/recorded.py path/to/a/hybrid/model examples/traces.jsonl
+    python examples/recorded.py path/to/a/hybrid/model examples/traces.jsonl task
+
+The last word is the key of the rows that says which task each is of; without it rows say so by `group`.
 """
 
 import sys
@@ -11,9 +13,13 @@ from transformers import AutoTokenizer
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.rollouts import RecordedRollouts, recorded_reward
 
-model, traces = sys.argv[1:]
+if len(sys.argv) not in (3, 4):
+    sys.exit("usage: python examples/recorded.py MODEL ROLLOUTS [GROUP_KEY] (MODEL: a folder, or a name)")
+
+model, traces, *key = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(model)
-recorded = RecordedRollouts(traces, tokenizer=tokenizer, group_key="task", logprobs="rescored")
+recorded = RecordedRollouts(traces, tokenizer=tokenizer, group_key=key[0] if key else None, logprobs="rescored")
+print("rollouts of each group:", recorded.group_sizes)
 args = TreeGRPOConfig(
     output_dir="outputs/recorded",
     num_generations=recorded.num_generations,

@@ -1,9 +1,10 @@
 """Supervised training on what agents wrote: the turns of the best traces, each with the history before it.
 
-    python examples/sft_on_traces.py path/to/a/hybrid/model examples/traces.jsonl
+    python examples/sft_on_traces.py path/to/a/hybrid/model examples/traces.jsonl task
 
 Turns of a conversation share their history, which is computed once (docs/sft.md). Any file that `harts plan` reads
 will do.
+The last word is the key of its rows that says which task each is of; without it rows say so by `group`.
 """
 
 import sys
@@ -14,11 +15,18 @@ from transformers import AutoTokenizer
 from harts_hf import TreeSFTConfig, TreeSFTTrainer
 from harts_hf.rollouts import supervised_dataset
 
-model, traces = sys.argv[1:]
+if len(sys.argv) not in (3, 4):
+    sys.exit("usage: python examples/sft_on_traces.py MODEL ROLLOUTS [GROUP_KEY] (MODEL: a folder, or a name)")
+
+model, traces, *key = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(model)
 rows = supervised_dataset(
-    traces, tokenizer=tokenizer, group_key="task", weight=lambda reward, rewards: reward == max(rewards)
+    traces,
+    tokenizer=tokenizer,
+    group_key=key[0] if key else None,
+    weight=lambda reward, rewards: reward == max(rewards),
 )
+print(f"{len(rows)} rows of {len(set(rows['group']))} groups")
 args = TreeSFTConfig(
     output_dir="outputs/sft_on_traces",
     max_length=None,

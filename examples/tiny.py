@@ -65,4 +65,6 @@ def save_tiny(folder: str | Path) -> None:
 
 
 if __name__ == "__main__":
-    save_tiny(*sys.argv[1:])
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/tiny.py FOLDER (which is made)")
+    save_tiny(sys.argv[1])

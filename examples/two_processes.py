@@ -15,6 +15,9 @@ from digit import Digit
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.rollouts import TreeRolloutCollector, environment_reward
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python examples/two_processes.py MODEL (a folder, such as examples/tiny.py makes, or a name)")
+
 args = TreeGRPOConfig(
     output_dir="outputs/two_processes",
     num_generations=8,

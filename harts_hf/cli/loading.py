@@ -62,8 +62,7 @@ def refuse_left_over(parser: argparse.ArgumentParser, options: argparse.Namespac
     """Refuses words that a command with :func:`add_rollouts` has no use for.
 
     Raises:
-        ValueError: several files of rollouts.
-        SystemExit: other words.
+        ValueError: several files of rollouts, or other words.
     """
     if left and not any(word.startswith("-") for word in left):
         raise ValueError(
@@ -173,7 +172,7 @@ def load_model(name: str, dtype: Any, *, seed: int, random_weights: bool = False
 
 
 def check_token_ids(file: RolloutFile, name: str) -> None:
-    """Checks a file's token ids against the vocabulary of a model, before its weights are loaded.
+    """Checks a file's token ids against the vocabulary of a model, before its weights are loaded; warns of long rows.
 
     Args:
         file: shapes, which have none, pass.
@@ -192,6 +191,7 @@ def check_token_ids(file: RolloutFile, name: str) -> None:
         size = config.get_text_config().vocab_size
     except Exception as error:  # as in load_model
         raise _no_model(name, error) from error
+    warn_of_long_rows(file, config)
     outside = [
         f"{rollout.where or f'group {group.name!r}'} (token {int(rollout.token_ids.max()):,})"
         for group in file.groups
@@ -203,6 +203,19 @@ def check_token_ids(file: RolloutFile, name: str) -> None:
             f"expected token ids below {size:,}, the vocabulary of {name!r}, got others in {named(outside)}: is the "
             "file of another model?"
         )
+
+
+def warn_of_long_rows(file: RolloutFile, config: Any) -> None:
+    """A line on stderr where a file's longest row is beyond the positions that a model was made for."""
+    from harts_hf.modeling.positions import beyond_positions
+
+    group = max(file.groups, key=lambda one: int(one.tree.trajectory_lengths.max()))
+    index = int(group.tree.trajectory_lengths.argmax())
+    where = group.rollouts[index].where if group.rollouts else None
+    name = f"{'a row' if where is None else where} (group {group.name!r})"
+    said = beyond_positions(config, int(group.tree.trajectory_lengths[index]), name)
+    if said is not None:
+        print(f"harts: warning: {printable(said)}", file=sys.stderr)
 
 
 def empty_model(name: str) -> Any:

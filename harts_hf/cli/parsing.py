@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+_LEFT_OUT = "the following arguments are required: "
 # By type: what a value is called, several of them, and an example of several.
 _KINDS: dict[Any, tuple[str, str, str]] = {
     int: ("an integer", "integers", "4 2"),
@@ -31,6 +32,16 @@ class CommandParser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             words = sys.argv[1:] if args is None else args
             raise ValueError(_explained(error, self._actions, list(words))) from error
+
+    def error(self, message: str) -> Any:
+        """What argparse would print below its whole usage.
+
+        Raises:
+            ValueError: always.
+        """
+        left_out = message.removeprefix(_LEFT_OUT)
+        said = message if left_out == message else f"expected {left_out}, got none"
+        raise ValueError(f"{said} ({self.prog} --help says what there is)")
 
 
 def _explained(error: argparse.ArgumentError, actions: Sequence[argparse.Action], words: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from harts_hf.cli.loading import (
     read_rollouts,
     summary,
     tokenizer_on_demand,
+    warn_of_long_rows,
 )
 from harts_hf.cli.output import printable, replacing, write_json
 from harts_hf.cli.parsing import CommandParser
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     }
     config = PlannerConfig(**{**given, "cost": None if options.cost is None else CostModel.load(options.cost)})
     file = read_rollouts(options, tokenizer_on_demand(options.tokenizer))
-    model = None if options.model is None else _planned_model(options)
+    model = None if options.model is None else _planned_model(options, file)
     if model is not None:
         config = model.configured(config, memory=options.memory, keeps_limits=bool(LIMITS & given.keys()))
     report = plan_report(
@@ -92,10 +93,12 @@ def _has_old_logprobs(file: RolloutFile) -> bool:
     return all(rollout.old_logprobs is not None for group in file.groups for rollout in group.rollouts)
 
 
-def _planned_model(options: argparse.Namespace) -> "PlannedModel":
+def _planned_model(options: argparse.Namespace, file: RolloutFile) -> "PlannedModel":
     from harts_hf.cli.plan_model import PlannedModel
 
-    return PlannedModel(empty_model(options.model), printable(Path(options.model).name))
+    model = empty_model(options.model)
+    warn_of_long_rows(file, model.config)
+    return PlannedModel(model, printable(Path(options.model).name))
 
 
 def _parser() -> argparse.ArgumentParser:

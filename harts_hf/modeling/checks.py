@@ -108,7 +108,8 @@ def check_parallelism(model: nn.Module) -> None:
 
     The data dimensions of FSDP are no such split: a forward gathers what it reads. Nor are experts that each process
     sends its tokens to (Transformers' expert parallelism, ``DistributedConfig(ep_size=..., fsdp_size=...)``): they see
-    the rows of a microbatch as tokens, and ranks run equal strings of forwards and backwards.
+    the rows of a microbatch as tokens, and microbatches of several ranks that run forward beside one another run
+    backward beside one another (:func:`harts_hf.planner.execution.align`).
     """
     config: Any = model.config
     is_loaded_sharded = getattr(model, "_device_mesh", None) is not None  # by from_pretrained(distributed_config=...)

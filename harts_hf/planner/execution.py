@@ -83,31 +83,54 @@ def align(rank_ops: Sequence[Sequence[Op]]) -> list[list[Op]]:
     """Ops of all ranks as strings of equal kinds, dummies filled in.
 
     At every index the ranks whose next op is of the chosen kind run it, and the others run a dummy. ``S`` goes before
-    ``F`` before ``B``. All ranks always have equally many open graphs, dummies counted, so if no rank wants a forward,
-    a rank that does not want ``B`` has finished and has an open dummy: the string can always go on. Dummies that are
-    open at the end are closed by dummy ``B``.
+    ``F`` before ``B``. Every rank's graphs, dummies among them, are closed in the reverse of the order in which they
+    were opened. So a backward runs beside the backwards of exactly those microbatches that its forward ran beside:
+    where ranks exchange tokens within a forward (expert parallelism), its gradients go back the same way.
+
+    Args:
+        rank_ops: of each rank; every ``B`` closes the rank's last open graph.
+
+    Raises:
+        ValueError: a ``B`` of another microbatch than the last that was opened.
     """
-    done = [0] * len(rank_ops)
-    open_dummies = [0] * len(rank_ops)
+    ahead = [list(reversed(ops)) for ops in rank_ops]  # the next op is the last
+    opened: list[list[int]] = [[] for _ in rank_ops]
     aligned: list[list[Op]] = [[] for _ in rank_ops]
-
-    def append(kind: OpKind, heads: Sequence[str]) -> None:
-        for rank, head in enumerate(heads):
-            if head == kind:
-                aligned[rank].append(rank_ops[rank][done[rank]])
-                done[rank] += 1
-            else:
-                aligned[rank].append((kind, DUMMY))
-                open_dummies[rank] += OPENED[kind]
-
-    while True:
-        heads = [ops[done[rank]][0] if done[rank] < len(ops) else "" for rank, ops in enumerate(rank_ops)]
-        if not any(heads):
-            break
-        append(next(kind for kind in OP_KINDS if kind in heads), heads)
-    for _ in range(open_dummies[0] if rank_ops else 0):
-        append("B", [""] * len(rank_ops))
+    while any(ahead) or any(opened):
+        kind = _next_kind(ahead)
+        for own, graphs, ops in zip(ahead, opened, aligned, strict=True):
+            ops.append(_take(kind, own, graphs))
     return aligned
+
+
+def _next_kind(ahead: Sequence[Sequence[Op]]) -> OpKind:
+    """The first kind in their order that a rank's next op is of; of none, what closes dummies."""
+    return next((kind for kind in OP_KINDS if any(ops and ops[-1][0] == kind for ops in ahead)), "B")
+
+
+def _take(kind: OpKind, ahead: list[Op], opened: list[int]) -> Op:
+    """The op of a kind that a rank runs: its next one, or a dummy.
+
+    All ranks always have equally many open graphs. A ``B`` is chosen where no rank's next op is a forward, so a rank
+    whose last open graph is no dummy wants to close it.
+
+    Args:
+        kind: of the op.
+        ahead: the rank's ops to come, the next one last; it is taken away.
+        opened: microbatches of its open graphs, dummies among them; brought up to date.
+    """
+    is_own = opened[-1] != DUMMY if kind == "B" else bool(ahead) and ahead[-1][0] == kind
+    if not is_own:
+        op: Op = (kind, DUMMY)
+    elif kind == "B" and (not ahead or ahead[-1] != ("B", opened[-1])):
+        raise ValueError(f"expected backward {opened[-1]}, of the last open graph, got {ahead[-1:] or 'no more ops'}")
+    else:
+        op = ahead.pop()
+    if kind == "F":
+        opened.append(op[1])
+    elif kind == "B":
+        opened.pop()
+    return op
 
 
 def interleave(rank_ops: Sequence[Sequence[Op]], rows: Sequence[int], limit: int) -> list[list[Op]]:
@@ -122,15 +145,16 @@ def interleave(rank_ops: Sequence[Sequence[Op]], rows: Sequence[int], limit: int
     """
     ahead = [list(reversed(ops)) for ops in rank_ops]  # the next op is the last
     dropped = [{index for kind, index in ops if kind == "S"} for ops in rank_ops]
+    opened: list[list[int]] = [[] for _ in rank_ops]
     done: list[list[Op]] = [[] for _ in rank_ops]
     alive = [0] * len(rank_ops)
     while any(ahead):
-        kind = next(kind for kind in OP_KINDS if any(ops and ops[-1][0] == kind for ops in ahead))
-        for rank, ops in enumerate(ahead):
-            if kind == "F" and ops and ops[-1][0] == "B":
-                _bring_forward(ops, dropped[rank], rows, limit - alive[rank])
-            if ops and ops[-1][0] == kind:
-                op = ops.pop()
+        kind = _next_kind(ahead)
+        for rank, own in enumerate(ahead):
+            if kind == "F" and own and own[-1][0] == "B":
+                _bring_forward(own, dropped[rank], rows, limit - alive[rank])
+            op = _take(kind, own, opened[rank])
+            if op[1] != DUMMY:
                 done[rank].append(op)
                 alive[rank] += OPENED[kind] * rows[op[1]]
     return done

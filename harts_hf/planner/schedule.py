@@ -50,8 +50,8 @@ class Schedule:
         Args:
             rank: which rank.
             dummies: whether to fill in dummy microbatches (id -1: one token, zero weight) so that all ranks run equal
-                strings of kinds, as FSDP2, ZeRO-2 and ZeRO-3 need; DDP and ZeRO-1 need none. A dummy ``B`` belongs to
-                the latest open dummy ``F``.
+                strings of kinds, as FSDP2, ZeRO-2 and ZeRO-3 need; DDP and ZeRO-1 need none. A ``B``, a dummy or not,
+                belongs to the latest open ``F``.
 
         Raises:
             ValueError: no such rank.

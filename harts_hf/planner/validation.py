@@ -164,19 +164,18 @@ def _check_shape(count: int, ops: Sequence[Op], execution: Execution) -> None:
 
 
 def check_alignment(rank_ops: Sequence[Sequence[Op]], aligned: Sequence[Sequence[Op]]) -> None:
-    """With dummies all ranks run equal strings; a dummy B follows a dummy F; without them nothing is lost.
+    """With dummies all ranks run equal strings, each B beside those its F ran beside; without them nothing is lost.
 
     Raises:
         AssertionError: an invariant is broken.
     """
-    strings = set()
+    assert len({"".join(kind for kind, _ in ops) for ops in aligned}) == 1, "ranks with different strings"
     for own, ops in zip(rank_ops, aligned, strict=True):
-        strings.add("".join(kind for kind, _ in ops))
         assert [op for op in ops if op[1] != DUMMY] == list(own), "ops lost by the alignment"
-        open_dummies = 0
+        opened: list[int] = []
         for kind, index in ops:
-            if index == DUMMY:
-                open_dummies += OPENED[kind]
-                assert open_dummies >= 0, "a dummy B without a dummy F"
-        assert open_dummies == 0, "a dummy F without a dummy B"
-    assert len(strings) == 1, "ranks with different strings"
+            if kind == "F":
+                opened.append(index)
+            elif kind == "B":
+                assert opened and opened.pop() == index, "a B that is not of the last open graph, as on all ranks"
+        assert not opened, "a graph that is left open"

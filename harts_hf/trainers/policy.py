@@ -19,6 +19,7 @@ from harts_hf.trainers.gathering import gathering_alone, unmeasured
 from harts_hf.trainers.micro_steps import SliceLeaves, TRLSlice, active_adapters, on_cpu
 from harts_hf.trainers.old_logprobs import OldLogProbs
 from harts_hf.trainers.planning import planner_of, run_options_of
+from harts_hf.trainers.positions import PositionsHint
 from harts_hf.trainers.ranks import AccelerateRanks
 from harts_hf.trainers.router_loss import RouterLoss
 from harts_hf.trainers.routing_replay import RoutingReplay
@@ -45,6 +46,7 @@ class TreePolicy:
         old_log_probs: compares recorded ones with the policy's own.
         options: how forwards run.
         hint: says where a step has many small slices.
+        positions: says where a row is longer than what the model was made for.
         slices: of the optimizer step so far.
         totals: during a step with episodes, what its slices hold together; else None.
     """
@@ -63,7 +65,7 @@ class TreePolicy:
         self.scored_once, self.reference = ScoredOnce(trainer), RecordedReference(trainer)
         self.routing = RoutingReplay(trainer, self.active_adapters)
         self.old_log_probs = OldLogProbs(trainer)
-        self.hint = SlicingHint(trainer)
+        self.hint, self.positions = SlicingHint(trainer), PositionsHint(trainer)
         self.slices: list[TRLSlice] = []
         self.totals: StepTotals | None = None
         self.scaled_loss: torch.Tensor | None = None  # what TreeEpisodes made of TRL's latest loss
@@ -186,6 +188,7 @@ class TreePolicy:
             self._settings = SettingsOfSlices(self.trainer, [one.settings for one in slices])
         self._is_custom = has_custom_loss(self.trainer)
         self.hint.note([one.batch for one in slices])
+        self.positions.note([one.batch for one in slices])
         loss_device = self._loss_device(slices)
         if loss_device is not None:
             num_items = num_items.cpu() if isinstance(num_items, torch.Tensor) else num_items

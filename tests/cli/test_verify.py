@@ -9,7 +9,9 @@ from support import planted, planted_windows
 from support.models import SHALLOW, VOCAB, tiny_model
 from support.trees import real_trajectories
 
+from harts_hf.cli.loading import check_token_ids
 from harts_hf.cli.main import main
+from harts_hf.rollouts.files import read_rollout_file
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,21 @@ def run(*arguments, capsys):
     """Exit status and printed lines."""
     status = main(["verify", *map(str, arguments)])
     return status, capsys.readouterr()
+
+
+def test_rows_beyond_the_models_positions_are_told(models, rollouts, tmp_path, capsys):
+    """In a line with the longest row and the limit, by `plan`, and by what `verify` and `bench` check a file with."""
+    config = json.loads((models / "qwen3_5_text" / "config.json").read_text())
+    rows = [json.loads(line)["token_ids"] for line in rollouts.read_text().splitlines()]
+    longest = max(map(len, rows))
+    told = f"of {longest} tokens is longer than the model's max_position_embeddings, {longest - 1}: it is computed"
+    number = [len(row) for row in rows].index(longest) + 1
+    for limit, expected in ((longest, 0), (longest - 1, 1)):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": limit}))
+        check_token_ids(read_rollout_file(rollouts), str(tmp_path / "config.json"))
+        assert main(["plan", str(rollouts), "--model", str(tmp_path / "config.json")]) == 0
+        error = capsys.readouterr().err
+        assert error.count(f"harts: warning: line {number} (group ") == error.count(told) == 2 * expected
 
 
 @pytest.mark.essential("bailing_hybrid-float32")

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 FAMILY, JOINED = "qwen3_5_moe_text", "bailing_hybrid"
+KINDS = ("stock-ddp", "stock-experts", "tree-experts", "tree-kept-graphs")
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -30,6 +31,7 @@ def main() -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
+    from harts_hf.runtime import run
 
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     PartialState(cpu=True)
@@ -39,15 +41,23 @@ def main() -> None:
             model.config.router_aux_loss_coef = 0.0
             model.save_pretrained(folder / family)
     torch.distributed.barrier()
-    found = {}
-    for kind in ("stock-ddp", "stock-experts", "tree-experts"):
-        spread = DistributedConfig(ep_size=2, fsdp_size=2) if kind.endswith("experts") else None
+    found, ran, ops_of = {}, [], run.ops_of
+
+    def noted(*args):
+        ops, num_scoring = ops_of(*args)
+        ran.extend(ops)
+        return ops, num_scoring
+
+    run.ops_of = noted
+    for kind in KINDS:
+        spread = DistributedConfig(ep_size=2, fsdp_size=2) if kind != "stock-ddp" else None
         options = {} if spread is None else {"distributed_config": spread}
         model = AutoModelForCausalLM.from_pretrained(folder / FAMILY, experts_implementation="grouped_mm", **options)
         model.train()
         tree = kind.startswith("tree")
         options = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64} if tree else {}
-        options["max_steps"] = 2
+        options |= {"gradient_checkpointing": kind in ("stock-experts", "tree-experts")}
+        options |= {"max_steps": 2, "per_device_train_batch_size": 2}  # ranks open and close graphs at other places
         trainer = (TreeGRPOTrainer if tree else GRPOTrainer)(
             model,
             recorded.recorded_reward,
@@ -58,6 +68,7 @@ def main() -> None:
             processing_class=recorded.tokenizer(),
             rollout_func=recorded.rollout_func,
         )
+        ran.clear()
         trainer.train()
         policy = trainer.accelerator.unwrap_model(trainer.model_wrapped)
         experts = policy.model.layers[0].mlp.experts.gate_up_proj
@@ -65,6 +76,7 @@ def main() -> None:
             "world_size": trainer.accelerator.num_processes,
             "wrapper": type(trainer.model_wrapped).__name__,
             "local_experts": len(experts.to_local() if hasattr(experts, "to_local") else experts),
+            "ops": list(ran),
             "logs": trainer.state.log_history,
             "parameters": {name: whole(parameter) for name, parameter in policy.named_parameters()},
         }

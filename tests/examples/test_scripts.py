@@ -25,8 +25,8 @@ TRAINED = {
     "two_processes": ([], 1.5),  # leaves of 4 x 2
     "lora": ([], 1.5),
     "ppo": ([], 1.5),
-    "recorded": ([TRACES], 4),  # turns of a conversation, each with its history
-    "sft_on_traces": ([TRACES], 2),
+    "recorded": ([TRACES, "task"], 4),  # turns of a conversation, each with its history
+    "sft_on_traces": ([TRACES, "task"], 2),
 }
 # What is for the script's author to know: its own function is one of TRL's experimental features.
 TOLD = {"grpo": "You are using 'rollout_func', which is an experimental feature."}
@@ -62,6 +62,13 @@ def test_every_script_is_tested():
     assert named == scripts
 
 
+@pytest.mark.parametrize("name", [*TRAINED, "own_loss", "tiny"])
+def test_usage(name, run):
+    """Without arguments a script says in a line what it takes."""
+    with pytest.raises(SystemExit, match=rf"^usage: python examples/{name}\.py [^\n]+$"):
+        run(name)
+
+
 @pytest.mark.parametrize(("name", "module", "extra"), [("lora", "peft", "peft"), ("agent_by_url", "openai", "agents")])
 def test_scripts_name_their_extra(name, module, extra, run, monkeypatch):
     """Where it is not installed, in a line instead of a traceback."""
@@ -73,7 +80,7 @@ def test_scripts_name_their_extra(name, module, extra, run, monkeypatch):
 
 @pytest.mark.essential("grpo", "recorded")
 @pytest.mark.parametrize("name", TRAINED)
-def test_script(name, tiny, run):
+def test_script(name, tiny, run, capsys):
     """It trains: finite losses, shared tokens, no warnings of others; the adapter's run saves an adapter."""
     arguments, ratio = TRAINED[name]
     with warnings.catch_warnings(record=True) as seen:
@@ -85,6 +92,8 @@ def test_script(name, tiny, run):
     assert logs and all(abs(entry.get("loss", 0.0)) < 100 for entry in logs)
     assert sum(entry["tree/sharing_ratio"] for entry in logs) / len(logs) > ratio
     assert any(entry["grad_norm"] > 0 for entry in logs)
+    if name == "recorded":
+        assert capsys.readouterr().out.split("\n")[0] in (ROOT / "docs" / "quickstart.md").read_text()
     if name == "lora":
         assert json.loads((Path(trainer.args.output_dir) / "adapter_config.json").read_text())["r"] == 8
 

@@ -36,16 +36,25 @@ def words(draw):
 
 @given(st.lists(words(), min_size=1, max_size=4))
 def test_aligned_strings_are_equal(rank_ops):
-    """All ranks run one string, keep their own order, and their dummies nest."""
+    """All ranks run one string, keep their own order, and each backward runs beside those its forward ran beside."""
     aligned = align(rank_ops)
-    assert len({"".join(kind for kind, _ in ops) for ops in aligned}) == 1
     for own, ops in zip(rank_ops, aligned, strict=True):
         assert [op for op in ops if op[1] != DUMMY] == own
-        depth = 0
-        for kind, index in ops:
-            depth += {"S": 0, "F": 1, "B": -1}[kind] if index == DUMMY else 0
-            assert depth >= 0
-        assert depth == 0
+    opened = []
+    for ops in zip(*aligned, strict=True):
+        (kind,) = {kind for kind, _ in ops}
+        together = [index for _, index in ops]
+        if kind == "F":
+            opened.append(together)
+        elif kind == "B":
+            assert opened.pop() == together
+    assert not opened
+
+
+def test_graphs_that_do_not_nest_are_not_aligned():
+    """Backwards of such words could not stay beside those of their forwards."""
+    with pytest.raises(ValueError, match=r"expected backward 1, of the last open graph, got \[\('B', 0\)\]"):
+        align([[("F", 0), ("F", 1), ("B", 0), ("B", 1)]])
 
 
 @given(st.lists(words(), min_size=1, max_size=4), st.integers(1, 10))
