@@ -78,10 +78,15 @@ class PaddedRows:
             raise ValueError(f"expected prompts of at least one token, got an empty one in row {empty[0]}")
         return rows
 
-    @cached_property
+    @property
     def is_scored(self) -> Any:
         """``[B]`` whether a row has a token to score."""
-        return np.count_nonzero(self.completion_mask, axis=1) > 0  # an ``any`` of integers takes ten times as long
+        return self._counts > 0
+
+    @cached_property
+    def _counts(self) -> Any:
+        """``[B]`` tokens of each completion."""
+        return np.count_nonzero(self.completion_mask, axis=1)  # an ``any`` of integers takes ten times as long
 
     def tokens(self, row: int) -> IntArray:
         """The real tokens of a row."""
@@ -120,9 +125,11 @@ class PaddedRows:
     def index(self, paths: Sequence[IntArray]) -> dict[str, NDArray[np.int64]]:
         """``[B, C]``, for log-probs and entropies alike, the tree row whose token a column holds; -1 for none."""
         index = np.full(self.completion_ids.shape, -1, np.int64)
+        counts = self._counts.tolist()
         for row, path in zip(self._rows(), paths, strict=True):
-            in_completion = self.completion_mask[row] != 0
-            index[row, in_completion] = path[len(path) - int(in_completion.sum()) :]
+            mask, count = self.completion_mask[row], counts[row]
+            is_first = np.count_nonzero(mask[:count]) == count  # padding behind alone, as TRL has it
+            index[row, slice(count) if is_first else mask != 0] = path[len(path) - count :]
         return dict.fromkeys(LABEL_VALUES, index)
 
     def _rows(self) -> list[int]:

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 from support import recorded
 from support.trainer_runs import assert_same_training, run_trainer
 from trl import GRPOConfig, GRPOTrainer
 
 from harts_hf import RolloutTree, TreeGRPOConfig, TreeGRPOTrainer
+from harts_hf.trainers.rows import PaddedRows
 
 OPTIONS = {
     # A rollout that ends inside another, and one that equals another.
@@ -51,3 +53,12 @@ def test_the_rollouts_have_the_corners():
     assert (tree.num_children[tree.end_rows] > 0).sum() == 1
     assert len(set(tree.end_rows.tolist())) == 3
     assert len(set(rows["recorded_reward"])) == 4
+
+
+def test_where_tokens_of_padded_rows_lie():
+    """Tokens and rows of the tree by columns: padding before prompts, behind completions, and within both."""
+    masks = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 0, 1, 0, 1, 1], [1, 1, 0, 1, 0, 1], [1, 1, 1, 0, 0, 0]])
+    rows = PaddedRows.from_tensors(torch.arange(24).reshape(4, 6), masks, 3)
+    paths = [np.arange(len(tokens)) + 10 * number for number, tokens in enumerate(rows.trajectories())]
+    assert [tokens.tolist() for tokens in rows.trajectories()] == [[1, 2, 3, 4], [6, 8, 10, 11], [12, 13, 15, 17]]
+    assert rows.index(paths)["log_prob"].tolist() == [[2, 3, -1], [-1, 12, 13], [22, -1, 23], [-1, -1, -1]]
