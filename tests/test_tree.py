@@ -7,6 +7,7 @@ from shared_data import SHAPE_NAMES, shape_trees
 from strategies import shapes, trajectories
 
 from harts_hf.tree import RolloutTree
+from harts_hf.tree.matching import matching_rows
 
 # expanded, unique, ratio of examples/shapes/README.md
 TABLE = {
@@ -60,6 +61,16 @@ def test_order_of_trajectories_does_not_matter(given_trajectories):
     assert np.array_equal(tree.token_ids, turned.token_ids) and np.array_equal(tree.parent, turned.parent)
     assert np.array_equal(tree.occurrence_counts, turned.occurrence_counts)
     assert np.array_equal(tree.end_rows, turned.end_rows[::-1])
+
+
+@given(trajectories(), trajectories())
+def test_rows_found_in_another_tree(given_trajectories, others):
+    """Those with the same tokens up to them."""
+    tree, other = RolloutTree.from_trajectories(given_trajectories), RolloutTree.from_trajectories(others)
+    row = {prefix: index for index, prefix in enumerate(prefixes_of(others))}
+    expected = [row.get(prefix, -1) for prefix in prefixes_of(given_trajectories)]
+    assert matching_rows(tree, other).tolist() == expected
+    assert np.array_equal(matching_rows(tree, tree), np.arange(tree.num_tokens))
 
 
 @given(trajectories())

@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,10 @@ from harts_hf.rollouts.episodes import ABSENT, EXACT_MASK, OFF_POLICY, RESERVED_
 from harts_hf.rollouts.fields import shortened
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+TOKENS = ("prompt_ids", "completion_ids")
+VALUES = ("logprobs", "env_mask", "advantages")
+# Rows of fewer numbers are joined before they are checked: a call on a short array is mostly overhead.
+_LONG = 65_536
 
 
 def check_rollouts(
@@ -59,12 +64,12 @@ def check_rollouts(
     if output.get(ABSENT) is not None and output.get("episode") is None:
         _check_absent(output[ABSENT], set(), num_prompts)
     arrays = ReadArrays() if arrays is None else arrays
-    for row in range(num_rows):
-        for key in ("prompt_ids", "completion_ids"):
+    for row in _to_look_at(output, num_rows, vocab_size, arrays):
+        for key in TOKENS:
             tokens = output[key][row]
             _check_tokens(tokens, arrays[tokens], f"{key}[{row}]", vocab_size)
         length = len(output["completion_ids"][row])
-        for key in ("logprobs", "env_mask", "advantages"):
+        for key in VALUES:
             values = output.get(key)
             if values is not None:
                 _check_values(values[row], key, row, length)
@@ -120,6 +125,48 @@ def _check_absent(absent: Any, with_rows: set[int], num_prompts: int) -> None:
     both = [number for number in sorted(with_rows) if absent[number]]
     if both:
         raise ValueError(f"expected no rows of an episode that is {ABSENT!r}, got some of episode {both[0]}")
+
+
+def _to_look_at(output: dict[str, Any], num_rows: int, vocab_size: int | None, arrays: ReadArrays) -> Sequence[int]:
+    """Rows that may hold an error, ascending: those that are no arrays of the right lengths, or all if a number of any
+    is wrong."""
+    unread: set[int] = set()
+    lengths: list[int] = []
+    for key in (*TOKENS, *(key for key in VALUES if output.get(key) is not None)):
+        read = arrays.numbers if key in ("logprobs", "advantages") else arrays.__getitem__
+        found = [read(row) for row in output[key]]
+        if key == "completion_ids":
+            lengths = [0 if one is None else len(one) for one in found]
+        unread.update(
+            row
+            for row, one in enumerate(found)
+            if one is None or len(one) == 0 or (key in VALUES and len(one) != lengths[row])
+        )
+        # An array that several rows have, such as a group's prompt, is looked at once.
+        for joined in _joined({id(one): one for one in found if one is not None and len(one)}.values()):
+            if not (_in_vocabulary(joined, vocab_size) if key in TOKENS else _are_good(joined, key)):
+                return range(num_rows)
+    return sorted(unread)
+
+
+def _joined(arrays: Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
+    held: list[NDArray[Any]] = []
+    size = 0
+    for one in arrays:
+        if len(one) >= _LONG:
+            yield one
+            continue
+        held.append(one)
+        size += len(one)
+        if size >= _LONG:
+            yield np.concatenate(held)
+            held, size = [], 0
+    if held:
+        yield np.concatenate(held)
+
+
+def _in_vocabulary(tokens: NDArray[Any], vocab_size: int | None) -> bool:
+    return bool(tokens.min() >= 0 and (vocab_size is None or tokens.max() < vocab_size))
 
 
 def _check_tokens(tokens: Any, found: NDArray[Any] | None, name: str, vocab_size: int | None) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from harts_hf.modeling import LOG_PROB, WITHOUT_GRADIENT
-from harts_hf.runtime.leaves import check_reach, collect, placeholders, taken, with_zero
+from harts_hf.runtime.leaves import check_reach, collect, placeholders, spread_all, with_zero
 from harts_hf.runtime.routes import TreeRoutes
 from harts_hf.runtime.slices import Index, SliceTable
 from harts_hf.runtime.values import TreeValues
@@ -60,7 +60,7 @@ class Job:
                 )
         rows = {name: with_zero(value.to(self.loss_device)) for name, value in values.rows.items()}
         return [
-            {name: taken(value, index[name]) for name, value in rows.items()}
+            spread_all(rows, index)
             | {k: value.to(self.loss_device, copy=True) for k, value in values.sums.items() if k in self.names}
             for index in self.indices
         ]
@@ -125,11 +125,11 @@ class Job:
 
     def on_tree(self, given: Sequence[Leaves], name: str) -> torch.Tensor:
         """``[N]``, a value of the slices at the rows of the tree, where the model is; NaN where no slice has it."""
-        found = torch.full((self.window.tree.num_tokens,), torch.nan, dtype=given[0][name].dtype)
+        # What -1 stands for comes last, and is left out.
+        found = torch.full((self.window.tree.num_tokens + 1,), torch.nan, dtype=given[0][name].dtype)
         for leaves, index in zip(given, self.indices, strict=True):
-            is_row = index[name] >= 0
-            found[torch.from_numpy(index[name][is_row])] = leaves[name].detach().cpu()[torch.from_numpy(is_row)]
-        return found.to(self.like.device)
+            found[torch.from_numpy(index[name])] = leaves[name].detach().cpu()
+        return found[:-1].to(self.like.device)
 
     def wanted(self) -> dict[str, torch.Tensor]:
         """By name, ``[N]`` bool, rows whose values the loss reads."""

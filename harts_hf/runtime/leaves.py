@@ -4,7 +4,7 @@ A slice of an update (what one call of a loss sees) has tensors of its own shape
 each of their entries is, or -1 for none.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,27 @@ PLACEHOLDER_RANGES = ((0.0, 0.0), (1e-3, 30.0))
 
 def spread(values: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
     """Values per tree row ``[N]`` in the shape of a slice's index, 0 where it is -1."""
-    return taken(with_zero(values), index)
+    return spread_all({"": with_zero(values)}, {"": index})[""]
+
+
+def spread_all(values: Mapping[str, torch.Tensor], index: Mapping[str, NDArray[np.int64]]) -> dict[str, torch.Tensor]:
+    """What :func:`spread` gives by name, of values that have their 0 already, which a step's slices share.
+
+    An index that several names share is copied to the values' device once.
+    """
+    moved: dict[tuple[int, torch.device], torch.Tensor] = {}
+    found = {}
+    for name, value in values.items():
+        key = id(index[name]), value.device
+        if key not in moved:
+            moved[key] = torch.from_numpy(index[name]).to(value.device)
+        found[name] = value[moved[key]]
+    return found
 
 
 def with_zero(values: torch.Tensor) -> torch.Tensor:
     """``[N + 1]`` values with a 0 behind them, which is what the index -1 takes."""
     return torch.cat([values, values.new_zeros(1)])
-
-
-def taken(values: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
-    """What :func:`spread` gives, of values that have their 0 already: a step's slices share it."""
-    return values[torch.from_numpy(index).to(values.device)]
 
 
 def collect(

@@ -11,7 +11,7 @@ from torch import nn
 from harts_hf.modeling import LABEL_VALUES
 from harts_hf.runtime.exchange import hash_of
 from harts_hf.runtime.job import Job, Leaves
-from harts_hf.runtime.kept import KeptScores
+from harts_hf.runtime.kept import KeptScores, find
 from harts_hf.runtime.leaves import spread
 from harts_hf.runtime.options import RunOptions
 from harts_hf.runtime.passes import Passes, together_if_alone
@@ -23,10 +23,9 @@ from harts_hf.runtime.routes import KnownRoutes, TokenRoutes, merge_routes
 from harts_hf.runtime.run import WindowRun
 from harts_hf.runtime.slices import SliceRows, SliceTable, checked
 from harts_hf.runtime.window import TreeWindow
+from harts_hf.tree import IntArray
 
 Slice = TypeVar("Slice")
-# The values of a slice that are known already, or None.
-Find = Callable[[SliceRows], dict[str, torch.Tensor] | None]
 # Whether a loss's derivatives can be known before what they are taken by is: see TreeUpdate.run.
 Unscored = Literal["always", "never", "probe"]
 
@@ -104,7 +103,7 @@ class TreeUpdate:
         if self._on_scored is not None and taken is not None:
             self._on_scored(rows, [TokenRoutes(((taken, torch.from_numpy(path)),)) for path in paths])
         found = {name: spread(value, index[name]) for name, value in scores.rows.items()} | scores.sums
-        return found, KeptScores(window.tree, scores)
+        return found, KeptScores(window.rollout_tree, window.tree, scores)
 
     def run(
         self,
@@ -117,7 +116,7 @@ class TreeUpdate:
         reason: str = "loss",
         probing: Callable[[], AbstractContextManager[object]] = nullcontext,
         loss_device: torch.device | str | None = None,
-        kept: Find | None = None,
+        kept: Sequence[KeptScores] = (),
     ) -> UpdateReport:
         """The gradient of the sum of the slices' losses, added to the parameters' gradients.
 
@@ -138,10 +137,9 @@ class TreeUpdate:
             probing: entered around calls of the loss whose value nobody wants.
             loss_device: where the values that the loss gets lie; where windows are computed if None. Losses of a few
                 numbers per token are faster on the CPU than by a hundred launches each.
-            kept: gives the values of a slice that a pass without gradients on the same weights and options gave
-                (:meth:`scored`), by name in the shapes of its index, on the losses' device; None for a slice that it
-                does not know. If it knows every slice of every process, by all of ``names``, losses are computed on
-                these, nothing is scored, and ``unscored`` does not matter.
+            kept: what passes without gradients on the same weights and options gave (:meth:`scored`), on the losses'
+                device. If they know every slice of every process, by all of ``names``, losses are computed on these
+                values, nothing is scored, and ``unscored`` does not matter.
 
         On several processes every one has equally many slices, whose losses all run in the same order; gradients are
         those of the mean over processes, as the wrapper of the model takes it.
@@ -164,9 +162,10 @@ class TreeUpdate:
         with ranks.together():
             rows = [rows_of(one) for one in slices]
             trajectories = [checked(one.trajectories()) for one in rows]
-            found = None if kept is None else _found(kept, rows, names)
             known = self._known.of_trajectories(rows, list(map(len, trajectories)))
             own = self._known.marked([tokens for part in trajectories for tokens in part], known)
+            tree = self._known.merge(own) if kept and own else None
+            found = find(kept, rows, trajectories, tree, names) if kept else None
         own_reason = (reason or "loss") if unscored == "never" else ""
         needed_by, is_known = self._agreed(own_reason, found is not None, len(slices), (*names, *observed))
         placed = place(
@@ -177,15 +176,19 @@ class TreeUpdate:
             choice=self.placement,
             can_skip_scoring=needed_by is None,
             names=(*names, *observed),
-            merge=self._known.merge,
+            merge=lambda given: tree if tree is not None and given is own else self._known.merge(given),
         )
         self.planned = placed.window
         window = placed.window.to(self.device)
         seconds = {"planning": time.perf_counter() - started}
         with ranks.together():
-            paths = window.tree.paths(range(placed.first, placed.first + len(own)))
-            left = iter(paths)
-            indices = [one.index([next(left) for _ in part]) for one, part in zip(rows, trajectories, strict=True)]
+            indices = None if found is None else found.indices_on(window.tree, placed.first)
+            paths: list[IntArray] = []
+            if indices is None or self._replays:
+                paths = window.tree.paths(range(placed.first, placed.first + len(own)))
+            if indices is None:
+                left = iter(paths)
+                indices = [one.index([next(left) for _ in part]) for one, part in zip(rows, trajectories, strict=True)]
             missing = [name for name in names if name not in indices[0]]
             if missing and unscored != "never":
                 raise ValueError(
@@ -218,7 +221,7 @@ class TreeUpdate:
             coefficients = passes.known_coefficients(probing, compare=unscored == "probe")
             needed_by = None if coefficients is not None else "loss_of_log_probs"
         if is_known and found is not None:
-            outcome = passes.kept(found)
+            outcome = passes.kept(found.values)
         elif coefficients is None:
             outcome = passes.scored()
         else:
@@ -274,13 +277,3 @@ class TreeUpdate:
         """A tensor of the dtype and device of the model's values."""
         dtype = next(self.model.parameters()).dtype
         return torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=self.device)
-
-
-def _found(kept: Find, rows: Sequence[SliceRows], names: tuple[str, ...]) -> list[dict[str, torch.Tensor]] | None:
-    found = []
-    for one in rows:
-        values = kept(one)
-        if values is None or not values.keys() >= set(names):
-            return None
-        found.append({name: values[name] for name in names})
-    return found

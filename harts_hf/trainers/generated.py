@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from harts_hf.rollouts.arrays import ReadArrays, number_array
+from harts_hf.rollouts.arrays import ReadArrays
 
 # Entry of TRL's batch: [B, C], the log-probs that rollouts came with.
 SAMPLING_LOG_PROBS = "sampling_per_token_logps"
@@ -51,7 +51,7 @@ class Generated:
         completion_ids = batch["completion_ids"]
         padded = np.zeros(completion_ids.shape, np.float32)
         for row, values in enumerate(self._log_probs):
-            found = number_array(values)
+            found = self._arrays.numbers(values)
             if found is None:
                 found = np.array([math.nan if value is None else value for value in values])
             padded[row, : len(values)] = found

@@ -12,7 +12,7 @@ from torch import nn
 from harts_hf.modeling import ENTROPY, LABEL_VALUES, LOG_PROB, is_patched
 from harts_hf.runtime import TreeUpdate, UpdateReport
 from harts_hf.runtime.job import Leaves
-from harts_hf.runtime.update import Find
+from harts_hf.runtime.kept import KeptScores
 from harts_hf.trainers.expert_load import ExpertLoad
 from harts_hf.trainers.fitting import FittingUpdate, TreeBudgets
 from harts_hf.trainers.gathering import gathering_alone, unmeasured
@@ -217,7 +217,7 @@ class TreePolicy:
             kept=self._kept(model, loss_device),
         )
 
-    def _kept(self, model: nn.Module, loss_device: str | None) -> Find | None:
+    def _kept(self, model: nn.Module, loss_device: str | None) -> list[KeptScores]:
         return self.scored_once.take(self._unwrapped(model), loss_device or self.trainer.args.device)
 
     def leaves(self, model: nn.Module, batch: dict[str, Any]) -> SliceLeaves:

@@ -1,6 +1,7 @@
 """Policy and values of a PPO trainer on rollout trees: how rollouts are scored, and how an optimizer step runs."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from harts_hf.errors import HartsWarning
 from harts_hf.modeling import ENTROPY, LOG_PROB
 from harts_hf.runtime import TreeUpdate, UpdateReport
 from harts_hf.runtime.job import Leaves
-from harts_hf.runtime.update import Find
+from harts_hf.runtime.kept import KeptScores
 from harts_hf.trainers.micro_steps import TRLSlice
 from harts_hf.trainers.planning import planner_of
 from harts_hf.trainers.policy import TreePolicy
@@ -131,7 +132,7 @@ class TreeActorCritic(TreePolicy):
         slices: list[TRLSlice],
         names: tuple[str, ...],
         loss_device: str | None,
-        kept: Find | None = None,
+        kept: Sequence[KeptScores] = (),
     ) -> UpdateReport:
         return update.run(
             slices,

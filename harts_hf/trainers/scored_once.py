@@ -18,7 +18,6 @@ from harts_hf.runtime import ModelChangedError
 from harts_hf.runtime.guard import ModelGuard
 from harts_hf.runtime.kept import KeptScores, KeptTrajectories
 from harts_hf.runtime.slices import SliceRows
-from harts_hf.runtime.update import Find
 from harts_hf.trainers.micro_steps import active_adapters
 
 # Attributes of modules that change no value of a forward: TRL sets the first two around each generation, DeepSpeed
@@ -116,16 +115,13 @@ class ScoredOnce:
         """Keeps a pass until the next optimizer step."""
         self._passes.append((weights, scores))
 
-    def take(self, model: nn.Module, device: torch.device | str) -> Find | None:
-        """Finds what an optimizer step that begins now would score, on ``device``; None where nothing was kept.
+    def take(self, model: nn.Module, device: torch.device | str) -> list[KeptScores]:
+        """The passes, on ``device``, that an optimizer step which begins now need not run again.
 
         Nothing is kept afterwards: the step changes the weights.
         """
         passes, self._passes = self._passes, []
-        found = [scores.to(device) for weights, scores in passes if weights.are_of(model, self._step)]
-        if not found:
-            return None
-        return lambda rows: next((values for values in (one.of(rows) for one in found) if values is not None), None)
+        return [scores.to(device) for weights, scores in passes if weights.are_of(model, self._step)]
 
     @property
     def _step(self) -> int:

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from harts_hf.rollouts.checks import check_rollouts
@@ -22,6 +23,13 @@ def test_good_rows_pass():
     """With and without log-probs and a mask."""
     check_rollouts(output(), 2, vocab_size=8)
     check_rollouts(output(logprobs=None, env_mask=None), 2)
+    # Masks of bools, numbers that are unknown, rows that are arrays, and more numbers than are looked at together.
+    unknown = [[None, math.nan, -1.0], [0]]
+    check_rollouts(output(env_mask=[[True, False, 1.0], np.ones(1, np.uint8)], logprobs=unknown), 2, vocab_size=8)
+    ids, mask = np.arange(70_000) % 8, [1] * 70_000
+    check_rollouts(
+        output(completion_ids=[ids, [7]], env_mask=[mask, [0]], logprobs=[-0.5 * ids, [0]]), 2, vocab_size=8
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,6 +47,12 @@ def test_good_rows_pass():
         ({"env_mask": [[1, 2, 1], [1]]}, 2, r"expected 0 or 1 in env_mask\[0\], got 2 at position 1"),
         ({"logprobs": [[-0.1, math.inf, -1], [-1.0]]}, 2, r"finite numbers in logprobs\[0\], got inf at position 1"),
         ({"advantages": [[0.0, 1.0, math.inf], [1.0]]}, 2, r"finite numbers in advantages\[0\], got inf"),
+        # The first of several errors; beside a row that is no array; of numbers beyond 64 bits.
+        ({"prompt_ids": [[1], [9]], "env_mask": [[1, 0], [1]]}, 2, r"env_mask\[0\] to have 3 entries"),
+        ({"logprobs": [[None, 0.0, -1.0], [-math.inf]]}, 2, r"finite numbers in logprobs\[1\], got -inf"),
+        ({"logprobs": [[None, math.inf, -1.0], [-1.0]]}, 2, r"finite numbers in logprobs\[0\], got inf at position 1"),
+        ({"completion_ids": [[4, 5, 2**70], [7]]}, 2, r"in completion_ids\[0\], got 1180591620717411303424"),
+        ({"env_mask": [[1, 0.5, 1], [1]]}, 2, r"expected 0 or 1 in env_mask\[0\], got 0.5 at position 1"),
     ],
 )
 def test_bad_rows_are_named_with_numbers(changes, num_prompts, message):

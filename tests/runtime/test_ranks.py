@@ -242,8 +242,8 @@ def test_values_that_are_known(placement, everyone):
         own = [row for rows in slices[ranks.index] for row in rows]
         update = TreeUpdate(models[ranks.index], WindowPlanner(config=PLANNER), ranks=ranks, placement=placement)
         _, kept = update.scored(Rows(own), names)
-        find = kept.of if everyone or ranks.index == 1 else None
-        return update.run(slices[ranks.index], Rows, loss, names=names, kept=find)
+        passes = [kept] if everyone or ranks.index == 1 else []
+        return update.run(slices[ranks.index], Rows, loss, names=names, kept=passes)
 
     with float64_everywhere(start):
         reports = on_ranks(3, work)

@@ -156,7 +156,7 @@ def test_values_that_are_known(execution):
     with float64_everywhere(model):
         update = TreeUpdate(model, WindowPlanner(config=config))
         _, kept = update.scored(Rows(rows[::-1]), names)
-        report = update.run(parts, Rows, loss, names=names, kept=kept.of)
+        report = update.run(parts, Rows, loss, names=names, kept=[kept])
         got = gradients(model)
         model.zero_grad()
         unpatch(model)
@@ -167,17 +167,53 @@ def test_values_that_are_known(execution):
     assert_gradients_close(got, gradients(model), GRADIENT_TOLERANCE)
 
 
+@pytest.mark.parametrize("sharing", ["always", "never"])
+def test_values_found_are_the_pass_s(sharing):
+    """To the bit, of each trajectory, whichever passes scored it, in which order, and what else they scored."""
+    model, parts = model_with_critic(), slices()
+    planner = WindowPlanner(config=PlannerConfig(max_tokens_per_microbatch=256, sharing=sharing))
+    update, (first, second) = TreeUpdate(model, planner), parts
+    others = [np.append(second[0], 1), second[-1][:-1], *random_trajectories(9, vocab=VOCAB, count=2)]
+    passes = {
+        "one": [[*second[::-1], *first]],
+        "a part of one": [[*others, *first, *second]],
+        "two": [[*others, *second[::-1]], [*first[1:], first[0], *others]],
+    }
+    names = ("log_prob", "value")
+    for case, groups in passes.items():
+        scored = [update.scored(Rows(rows), names) for rows in groups]
+        known = [
+            {row.tobytes(): {k: values[k][number, : len(row)] for k in names} for number, row in enumerate(rows)}
+            for rows, (values, _) in zip(groups, scored, strict=True)
+        ]
+        seen = []
+
+        def loss(rows, values, seen=seen, known=known, case=case):
+            of_pass = next(one for one in known if all(row.tobytes() in one for row in rows))
+            for number, row in enumerate(rows):
+                for name in names:
+                    expected = of_pass[row.tobytes()][name]
+                    assert torch.equal(values[name][number, : len(row)], expected), (case, name, number)
+                    assert not values[name][number, len(row) :].any()
+            seen.append(len(rows))
+            return actor_critic(rows, values)
+
+        report = update.run(parts, Rows, loss, names=names, kept=[kept for _, kept in scored])
+        assert report.scoring_kept and seen == list(map(len, parts)), case
+
+
 def test_values_that_are_not_known():
     """All or none: a trajectory that was not scored, or a name that was not, is scored with all others."""
     model, parts = model_with_critic(), slices()
     update = TreeUpdate(model, WindowPlanner())
     _, kept = update.scored(Rows(parts[0]), ("log_prob", "entropy"))
-    assert kept.of(Rows(parts[0][::-1])).keys() == {"log_prob", "entropy"}
-    assert kept.of(Rows([*parts[0], parts[0][0][:-1]])) is None  # of a trajectory, not of its beginning
-    assert not update.run(parts, Rows, supervised, kept=kept.of).scoring_kept
+    for asked in ([*parts[0], parts[0][0][:-1]], [parts[0][0][1:]], [np.append(parts[0][0], 1)]):
+        # Of a trajectory, not of its beginning, its end, or one that goes on.
+        assert not update.run([asked], Rows, supervised, kept=[kept]).scoring_kept
+    assert not update.run(parts, Rows, supervised, kept=[kept]).scoring_kept
     names = ("log_prob", "value")
-    assert not update.run(parts[:1], Rows, actor_critic, names=names, kept=kept.of).scoring_kept
-    assert update.run(parts[:1], Rows, supervised, names=("log_prob",), kept=kept.of).scoring_kept
+    assert not update.run(parts[:1], Rows, actor_critic, names=names, kept=[kept]).scoring_kept
+    assert update.run(parts[:1], Rows, supervised, names=("log_prob",), kept=[kept]).scoring_kept
 
 
 def test_a_loss_that_reaches_the_model():
