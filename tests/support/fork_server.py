@@ -5,7 +5,7 @@
 In ``FOLDER`` are two sockets: forks of "packages" have other people's packages, those of "ours" have harts_hf and
 `support` too. A request is a line of JSON, and its file descriptors become the fork's 0, 1 and 2:
 
-- ``{"stay": true}``: the server lives until the last of these connections is closed;
+- ``{"stay": true}``: the server lives until the last of these connections is closed, and its standard input;
 - ``{"argv", "cwd", "environment", "executable", "path"}``: runs ``python ARGV`` with ``path`` in front of what this
   interpreter has installed. Answers are the fork's id and, at its end, ``[returncode, CPU seconds]``, each a line. Who
   closes the connection before has the fork killed.
@@ -99,6 +99,9 @@ class Server:
         self.alive, self.request = alive, None
         if alive is not None:
             self.selector.register(alive, selectors.EVENT_READ, self.end)
+        else:  # who started it stays, too, and may have been killed before it could say so
+            self.staying = 1
+            self.selector.register(0, selectors.EVENT_READ, self.leave)
 
     def serve(self) -> dict[str, Any]:
         """Returns in a fork only, what it is to do."""
@@ -143,10 +146,9 @@ class Server:
             os.close(fd)
         Fork(pid, connection, self.selector)
 
-    def leave(self, connection: socket.socket) -> None:
+    def leave(self, connection: Any) -> None:
         """One who stayed."""
         self.selector.unregister(connection)
-        connection.close()
         self.staying -= 1
         if not self.staying:
             self.end(None)

@@ -35,7 +35,8 @@ def fork_folder() -> Path:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
             with (folder / "said").open("wb") as said:
                 command = [sys.executable, str(HERE / "fork_server.py"), str(folder)]
-                server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+                server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=said, stderr=said)
+            fork_folder.server = server  # its standard input is closed when this process ends
             while not (folder / "ours").exists():
                 assert server.poll() is None, (folder / "said").read_text()[-3000:]
                 time.sleep(0.05)
