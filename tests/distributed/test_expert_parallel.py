@@ -16,25 +16,27 @@ SCRIPT = Path(__file__).parent / "train_experts.py"
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module")
-def left():
-    """What both processes left."""
-    folder = made_once("experts", lambda folder: run_processes(SCRIPT, folder))
-    return [torch.load(folder / f"experts-{rank}.pt", weights_only=True) for rank in (0, 1)]
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def left(request):
+    """What all processes left."""
+    count = request.param
+    folder = made_once(f"experts-{count}", lambda folder: run_processes(SCRIPT, folder, count=count))
+    return [torch.load(folder / f"experts-{rank}.pt", weights_only=True) for rank in range(count)]
 
 
 @pytest.mark.parametrize("way", ["tree-experts", "tree-kept-graphs"])
 def test_spread_experts_train_as_whole_ones(way, left):
     """Experts get compact rows of a tree from all processes; parameters are those of stock TRL under DDP.
 
-    Activation checkpointing is on, then off. The processes open and close graphs at other places, so a dummy is open
-    above a microbatch that its process is done with: gradients have to go back to where rows came from.
+    Activation checkpointing is on, with one plan for all; then off, with a plan of each process's own. The processes
+    open and close graphs at other places, so a dummy is open above a microbatch that its process is done with:
+    gradients have to go back to where rows came from. With four processes, tokens go around in two pairs.
     """
     for rank in left:
-        stock, experts, tree = (rank[kind] for kind in ("stock-ddp", "stock-experts", way))
-        assert (stock["world_size"], stock["wrapper"]) == (2, "DistributedDataParallel")
-        assert (tree["world_size"], tree["wrapper"]) == (2, "FSDPQwen3_5MoeForCausalLM") and experts["world_size"] == 2
-        assert 2 * tree["local_experts"] == stock["local_experts"]
+        stock, tree = rank["stock-ddp"], rank[way]
+        assert (stock["world_size"], stock["wrapper"]) == (len(left), "DistributedDataParallel")
+        assert (tree["world_size"], tree["wrapper"]) == (len(left), "FSDPQwen3_5MoeForCausalLM")
+        assert len(left) * tree["local_experts"] == stock["local_experts"]
         assert tree["parameters"].keys() == stock["parameters"].keys()
         for name, expected in stock["parameters"].items():
             assert (tree["parameters"][name] - expected).abs().max() < 1e-6, name

@@ -1,6 +1,8 @@
-"""Run by torchrun: trains a mixture of experts whose experts are spread over processes, stock and on trees.
+"""Run by torchrun: trains a mixture of experts, stock with whole experts, on trees with experts spread over processes.
 
     torchrun --nproc_per_node 2 train_experts.py FOLDER
+
+Two processes have all experts together; of four, two pairs, which shard them with one another.
 
 Also loads a model with joined convolutions in parts, and notes how far its weights are off.
 """
@@ -12,7 +14,7 @@ from pathlib import Path
 import torch
 
 FAMILY, JOINED = "qwen3_5_moe_text", "bailing_hybrid"
-KINDS = ("stock-ddp", "stock-experts", "tree-experts", "tree-kept-graphs")
+KINDS = ("stock-ddp", "tree-experts", "tree-kept-graphs")
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -33,7 +35,7 @@ def main() -> None:
     from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
     from harts_hf.runtime import run
 
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    folder, rank, world_size = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     PartialState(cpu=True)
     for family in (FAMILY, JOINED):
         if rank == 0:
@@ -50,13 +52,15 @@ def main() -> None:
 
     run.ops_of = noted
     for kind in KINDS:
-        spread = DistributedConfig(ep_size=2, fsdp_size=2) if kind != "stock-ddp" else None
+        spread = DistributedConfig(ep_size=2, fsdp_size=world_size) if kind != "stock-ddp" else None
         options = {} if spread is None else {"distributed_config": spread}
         model = AutoModelForCausalLM.from_pretrained(folder / FAMILY, experts_implementation="grouped_mm", **options)
         model.train()
         tree = kind.startswith("tree")
         options = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64} if tree else {}
-        options |= {"gradient_checkpointing": kind in ("stock-experts", "tree-experts")}
+        options |= {"gradient_checkpointing": kind == "tree-experts"}
+        if kind == "tree-kept-graphs":
+            options |= {"tree_placement": "local"}  # ranks tell one another the kinds of their ops
         options |= {"max_steps": 2, "per_device_train_batch_size": 2}  # ranks open and close graphs at other places
         trainer = (TreeGRPOTrainer if tree else GRPOTrainer)(
             model,
@@ -81,7 +85,8 @@ def main() -> None:
             "parameters": {name: whole(parameter) for name, parameter in policy.named_parameters()},
         }
     plain = AutoModelForCausalLM.from_pretrained(folder / JOINED).state_dict()
-    parts = AutoModelForCausalLM.from_pretrained(folder / JOINED, distributed_config=DistributedConfig(fsdp_size=2))
+    parted = DistributedConfig(fsdp_size=world_size)
+    parts = AutoModelForCausalLM.from_pretrained(folder / JOINED, distributed_config=parted)
     off = {name: (whole(value) - plain[name]).abs().max().item() for name, value in parts.state_dict().items()}
     found["misplaced"] = sorted(name for name, distance in off.items() if distance > 0)
     torch.save(found, folder / f"experts-{rank}.pt")

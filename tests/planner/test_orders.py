@@ -36,10 +36,15 @@ def words(draw):
 
 @given(st.lists(words(), min_size=1, max_size=4))
 def test_aligned_strings_are_equal(rank_ops):
-    """All ranks run one string, keep their own order, and each backward runs beside those its forward ran beside."""
+    """All ranks run one string, keep their own order, and each backward runs beside those its forward ran beside.
+
+    A rank that knows the kinds of the others' ops alone finds the same.
+    """
     aligned = align(rank_ops)
-    for own, ops in zip(rank_ops, aligned, strict=True):
+    kinds = [[(kind, 0) for kind, _ in ops] for ops in rank_ops]
+    for rank, (own, ops) in enumerate(zip(rank_ops, aligned, strict=True)):
         assert [op for op in ops if op[1] != DUMMY] == own
+        assert align([*kinds[:rank], own, *kinds[rank + 1 :]])[rank] == ops
     opened = []
     for ops in zip(*aligned, strict=True):
         (kind,) = {kind for kind, _ in ops}

@@ -65,7 +65,8 @@ def _connected(path: Path) -> socket.socket:
 
 
 def _python_path() -> str:
-    return os.pathsep.join(filter(None, [SUPPORT, os.environ.get("PYTHONPATH")]))
+    """The tests' folder, and the repository's, which has `benchmarks`."""
+    return os.pathsep.join(filter(None, [SUPPORT, str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
 
 
 def write_python(file: Path, which: str, installed: tuple[str, ...] = ()) -> Path:

@@ -39,7 +39,7 @@ def one_token_too_few_handed_over(monkeypatch: Any) -> None:
         linear = batch.linear
         if linear.num_read > batch.num_rows:  # the first handed row is row 0
             rows = np.where(linear.slot_rows == 0, -1, linear.slot_rows)
-            return {"linear": dataclasses.replace(linear, slot_rows=rows, _made={})}
+            return {"linear": dataclasses.replace(linear, slot_rows=rows)}
         return {}
 
     _after_batch(monkeypatch, change)
