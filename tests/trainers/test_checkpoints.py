@@ -14,7 +14,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from support import recorded
 from support.launching import write_python
-from support.models import FAMILIES, tiny_model
+from support.models import FAMILIES, shallow_model
 from support.trainer_runs import TIMED
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
@@ -62,7 +62,7 @@ def train(
     **options,
 ) -> TreeGRPOTrainer:
     """Trains a fresh model on recorded rollouts, from a checkpoint if ``resume`` names one."""
-    model = tiny_model(family, dtype=dtype, seed=1)
+    model = shallow_model(family, dtype=dtype, seed=1)
     if hasattr(model.config, "router_aux_loss_coef"):
         model.config.router_aux_loss_coef = 0.0  # not what is tested here
     trainer = TreeGRPOTrainer(
@@ -106,7 +106,7 @@ def test_loads_without_us(tmp_path):
 def test_an_adapter_loads_without_us(tmp_path):
     """A LoRA adapter that was trained on a tree is a plain PEFT adapter with equal logits."""
     family = "bailing_hybrid"
-    tiny_model(family, seed=1).save_pretrained(tmp_path / "base")
+    shallow_model(family, seed=1).save_pretrained(tmp_path / "base")
     lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     model = train(tmp_path, family=family, lora=lora, save_steps=1, max_steps=1).model
     folders = [tmp_path / "base", tmp_path / "checkpoint-1", tmp_path / "loaded"]
@@ -115,7 +115,7 @@ def test_an_adapter_loads_without_us(tmp_path):
     assert result.returncode == 0, result.stderr
     with torch.no_grad():
         logits = model(input_ids=torch.arange(3, 40)[None], use_cache=False).logits
-        plain = tiny_model(family, seed=1)(input_ids=torch.arange(3, 40)[None], use_cache=False).logits
+        plain = shallow_model(family, seed=1)(input_ids=torch.arange(3, 40)[None], use_cache=False).logits
     assert torch.equal(load_file(tmp_path / "loaded")["logits"], logits)
     assert not torch.equal(plain, logits)
 
@@ -214,7 +214,7 @@ def float32_with_frozen_bfloat16_embedding(model):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_is_loaded_as_it_was_saved(family, mix, sharded, tmp_path):
     """A model of several dtypes gets back the bits of each tensor, from one file and from several."""
-    saved, model = tiny_model(family, seed=1), tiny_model(family, seed=2)
+    saved, model = shallow_model(family, seed=1), shallow_model(family, seed=2)
     for one in (saved, model):
         mix(one)
         with torch.no_grad():
@@ -232,7 +232,7 @@ def test_every_tensor_is_loaded_as_it_was_saved(family, mix, sharded, tmp_path):
 
 def test_modules_that_were_added_are_loaded(tmp_path):
     """A value head is no part of the model's class: it comes back by its name, and is missed if it is not there."""
-    saved, model = (tiny_model("qwen3_5_text", seed=seed) for seed in (1, 2))
+    saved, model = (shallow_model("qwen3_5_text", seed=seed) for seed in (1, 2))
     saved.save_pretrained(tmp_path / "without")
     for one in (saved, model):
         one.critic = torch.nn.Linear(32, 1, dtype=torch.float64)
@@ -245,7 +245,7 @@ def test_modules_that_were_added_are_loaded(tmp_path):
 
 def test_tied_weights_are_loaded_as_they_were_saved(tmp_path):
     """The head and the embedding stay one parameter."""
-    saved, model = (tiny_model("qwen3_5_text", seed=seed, tie_word_embeddings=True) for seed in (1, 2))
+    saved, model = (shallow_model("qwen3_5_text", seed=seed, tie_word_embeddings=True) for seed in (1, 2))
     for one in (saved, model):
         one.to(torch.bfloat16)
         one.model.norm.float()
