@@ -6,6 +6,7 @@ falls into a generation batch or between two logged steps.
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from support import recorded
 from support.launching import write_python
-from support.models import FAMILIES, shallow_model
+from support.models import FAMILIES, shallow_model, tiny_model
 from support.trainer_runs import TIMED
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
@@ -59,10 +60,11 @@ def train(
     dtype: torch.dtype = torch.float32,
     resume: str | None = None,
     lora: LoraConfig | None = None,
+    make_model: Callable[..., torch.nn.Module] = shallow_model,
     **options,
 ) -> TreeGRPOTrainer:
     """Trains a fresh model on recorded rollouts, from a checkpoint if ``resume`` names one."""
-    model = shallow_model(family, dtype=dtype, seed=1)
+    model = make_model(family, dtype=dtype, seed=1)
     if hasattr(model.config, "router_aux_loss_coef"):
         model.config.router_aux_loss_coef = 0.0  # not what is tested here
     trainer = TreeGRPOTrainer(
@@ -84,7 +86,8 @@ def train(
 @pytest.mark.slow
 def test_loads_without_us(tmp_path):
     """A process that never imports harts_hf loads checkpoints of all families: nothing missing, equal logits."""
-    models = {family: train(tmp_path / family, family=family, save_steps=1, max_steps=1).model for family in FAMILIES}
+    options = {"save_steps": 1, "max_steps": 1, "make_model": tiny_model}
+    models = {family: train(tmp_path / family, family=family, **options).model for family in FAMILIES}
     folders = {family: tmp_path / family / "checkpoint-1" for family in FAMILIES}
     command = [write_python(tmp_path / "python", "packages"), "-c", LOAD_ELSEWHERE, *map(str, folders.values())]
     result = subprocess.run(command, capture_output=True, text=True)
