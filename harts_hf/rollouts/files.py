@@ -64,7 +64,8 @@ def read_rollout_file(
             that are not wholly in the tokens. The text names the file and the line (Parquet: the row), from 1.
 
     Warns:
-        HartsWarning: keys that are not read, by their names; thoughts that the chat template does not write.
+        HartsWarning: keys that are not read, by their names; thoughts that the chat template does not write; rows of
+            which nothing would be trained.
     """
     path = Path(path)
     if not path.exists():
