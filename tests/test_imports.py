@@ -12,7 +12,8 @@ import harts_hf
 import harts_hf.rollouts
 
 PACKAGE = Path(harts_hf.__file__).parent
-# cli -> trainers, verify -> rollouts, runtime -> modeling -> kernels -> batch -> planner -> tree; errors and names are for all.
+# cli -> trainers, verify -> rollouts, runtime -> modeling -> kernels -> batch -> planner -> tree;
+# errors and names are for all.
 RANK = {
     "errors": 0,
     "names": 0,

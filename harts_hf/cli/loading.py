@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harts_hf.names import TOKENIZER_FILES, is_cached
 from harts_hf.cli.output import printable, printable_lines
 from harts_hf.errors import HartsWarning
+from harts_hf.names import TOKENIZER_FILES, is_cached
 from harts_hf.rollouts.files import RolloutFile, read_rollout_file
 from harts_hf.rollouts.messages import TokenizerOnDemand
 from harts_hf.rollouts.readers import FORMS

@@ -9,6 +9,7 @@ from harts_hf.modeling import patch
 from harts_hf.modeling.checkpointing import allow_some_layers, old_names
 from harts_hf.modeling.checks import check_trainable
 from harts_hf.modeling.patching import causal_lm_of
+from harts_hf.names import check_model_name
 from harts_hf.trainers.acceleration import check_uncompiled
 from harts_hf.trainers.experimental import own_collectors
 from harts_hf.trainers.expert_load import ExpertBiasUpdate, ExpertLoadFiles, send_bias_to_engines
@@ -18,7 +19,13 @@ from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.precision import keep_answers_wide
 from harts_hf.trainers.present_names import PresentNames
 from harts_hf.trainers.prompts import UnreadPrompts
-from harts_hf.trainers.refusals import check_has_steps, check_reference, check_settings, check_trl_version
+from harts_hf.trainers.refusals import (
+    check_offload,
+    check_prompts,
+    check_reference,
+    check_settings,
+    check_trl_version,
+)
 from harts_hf.trainers.resuming import TreeCheckpoints
 from harts_hf.trainers.router_loss import Support
 from harts_hf.trainers.routing_replay import TreeRoutingReplay
@@ -71,6 +78,8 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints,
         if isinstance(model, nn.Module):  # TRL would fail on the wrapper of torch.compile, without a word about it
             check_uncompiled(model)
         check_reference(model, args, is_adapted=kwargs.get("peft_config") is not None)
+        if isinstance(model, str):  # Transformers asks a hub that does not answer again and again
+            check_model_name("model", model, revision=(args.model_init_kwargs or {}).get("revision"))
         if len(positional) < _BEFORE_PROCESSING_CLASS + 1 and kwargs.get("processing_class") is None:
             kwargs["processing_class"] = load_tokenizer(model, args)
         show_processes()
@@ -144,9 +153,10 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints,
 
         Raises:
             UnsupportedModelError: nothing of the model is trainable, or a part of it has been compiled.
-            ValueError: a data set that fills no batch.
+            ValueError: a data set without prompts, or that fills no batch; ``offload`` without a GPU.
         """
-        check_has_steps(self)
+        check_prompts(self)
+        check_offload(self)
         check_trainable(self.model)
         check_uncompiled(self.model)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from datasets import Dataset
 from support import recorded
 from support.models import VOCAB, shallow_model
 from support.oracle import float64_everywhere
@@ -296,6 +297,24 @@ def test_refused_arguments(options, message, tmp_path):
 
     with pytest.raises(UnsupportedModelError, match=message):
         tree_run(tmp_path, rollout_func=rollouts, **options)
+
+
+def test_refused_before_the_first_step(tmp_path):
+    """What PyTorch and TRL would say in a backward and after sampling, Transformers after minutes of asking a hub."""
+    offload = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}
+    questions = Dataset.from_dict({"question": ["a"] * recorded.NUM_PROMPTS})
+
+    def rollouts(prompts, trainer):
+        raise AssertionError("expected no rollouts")
+
+    with pytest.raises(ValueError, match="expected a GPU for offload=True"):
+        tree_run(tmp_path, rollout_func=rollouts, **offload)
+    with pytest.raises(ValueError, match="expected a train_dataset with the column prompt, got question"):
+        tree_run(tmp_path, rollout_func=rollouts, dataset=questions)
+    with pytest.raises(
+        ValueError, match="expected model to be a model's folder or name, got 'no/such': no such folder"
+    ):
+        TreeGRPOTrainer("no/such", recorded.recorded_reward, TreeGRPOConfig(**recorded.arguments(tmp_path)))
 
 
 def test_loss_types_are_those_of_trl():
