@@ -30,7 +30,7 @@ from harts_hf.trainers.resuming import TreeCheckpoints
 from harts_hf.trainers.router_loss import Support
 from harts_hf.trainers.routing_replay import TreeRoutingReplay
 from harts_hf.trainers.sampling import check_sampling
-from harts_hf.trainers.zero3 import gather_whole_layers, show_processes
+from harts_hf.trainers.zero3 import gather_whole_layers, name_accelerator, show_processes
 
 # TRL's positional arguments before processing_class: a model, its arguments, another, two data sets.
 _BEFORE_PROCESSING_CLASS = 5
@@ -82,6 +82,7 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints,
             check_model_name("model", model, revision=(args.model_init_kwargs or {}).get("revision"))
         if len(positional) < _BEFORE_PROCESSING_CLASS + 1 and kwargs.get("processing_class") is None:
             kwargs["processing_class"] = load_tokenizer(model, args)
+        name_accelerator()
         show_processes()
         with loading_text_models(type(self)), own_collectors(kwargs.get("rollout_func")), old_names():
             trl_trainer.__init__(*positional, **kwargs)
