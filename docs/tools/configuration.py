@@ -74,9 +74,7 @@ def check_sections() -> None:
     for kind in TRAINERS.values():
         for config in kind.config.__mro__:
             if config.__module__.startswith("harts_hf.") and own_fields(config) and config.__name__ not in known:
-                raise SystemExit(
-                    f"expected a section for {config.__name__} in SECTIONS of {Path(__file__).name}, got none"
-                )
+                raise SystemExit(f"expected {config.__name__} in SECTIONS of docs/tools/configuration.py, got none")
 
 
 def page() -> str:

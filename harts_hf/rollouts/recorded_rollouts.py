@@ -164,7 +164,7 @@ class RecordedRollouts:
         Raises:
             ValueError: see :meth:`check_trainer`; prompts that are not repeated so.
         """
-        if not hasattr(trainer, "_tree"):
+        if not hasattr(trainer, "tree_policy"):
             raise ValueError(f"expected a TreeGRPOTrainer or a TreeGMPOTrainer, got {type(trainer).__name__}")
         chosen = self._chosen(prompts, trainer)
         rows = [

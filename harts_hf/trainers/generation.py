@@ -54,7 +54,7 @@ def load_generation(trainer: Any, folder: Path) -> None:
     trainer._tr_loss = torch.tensor(state["loss"], device=device)
     trainer._globalstep_last_logged = state["last_logged"]
     # The mean that Trainer logs at the end is over the steps since; this loss is of steps before.
-    ranks = trainer._tree.ranks
+    ranks = trainer.tree_policy.ranks
     total, _ = ranks.totals({"loss": state["loss"]}, {})
     trainer._total_loss_scalar -= total["loss"] / ranks.count
 

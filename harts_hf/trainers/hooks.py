@@ -99,6 +99,11 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints,
         self._tree: Any = policy_class(self)
         self._begin_routers()
 
+    @property
+    def tree_policy(self) -> Any:
+        """The policy on rollout trees, a :class:`~harts_hf.trainers.policy.TreePolicy`: planner, ranks, step."""
+        return self._tree
+
     def _begin_routers(self) -> None:
         load, speed = self._tree.expert_load, self.args.tree_expert_bias_update_speed
         add_callback: Any = self.add_callback  # type: ignore[attr-defined]

@@ -257,7 +257,7 @@ class DryRun:
         placement = getattr(self.training, "tree_placement", "local")
         together = self.launch.num_processes == 1 or hasattr(self.training, "tree_placement")
         skips = together and self._may_skip_scoring() and not has_router_loss(parts.trainer)
-        planner = parts.trainer._tree.planner
+        planner = parts.trainer.tree_policy.planner
         if parts.budget is not None:
             planner = replace(planner, config=replace(planner.config, **self.training.limits(parts.budget)))
         parts.plan = plan_step(
