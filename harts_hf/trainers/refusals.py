@@ -22,6 +22,7 @@ from harts_hf.trainers.weighing import UNITS
 from harts_hf.trainers.zero3 import gathers_whole_layers
 
 TRL_RANGE = ("1.16", "1.17")
+LEVELS = ("token", "sequence")  # of GRPO's importance sampling
 
 
 def check_trl_version() -> None:
@@ -132,6 +133,11 @@ def check_settings(trainer: Any) -> None:
             has_loss_types and args.loss_type not in UNITS,
             f"loss_type to be one of {', '.join(UNITS)}",
             f"{getattr(args, 'loss_type', None)!r}",
+        ),
+        (
+            has_loss_types and args.importance_sampling_level not in LEVELS,
+            f"importance_sampling_level to be one of {', '.join(LEVELS)}",
+            f"{getattr(args, 'importance_sampling_level', None)!r}",
         ),
         (
             has_coefficient and trainer.router_loss == "refused",

@@ -350,7 +350,7 @@ def test_unknown_keys_are_named(tmp_path, capsys):
         (["--tree_max_tokens_per_microbatch", "10"], "got 10"),
         (["--learning_rate", "nan"], "expected learning_rate to be a finite number of at least 0, got nan"),
         (["--learning_rate", "-1"], "expected learning_rate to be a finite number of at least 0, got -1.0"),
-        (["--adam_beta2", "1"], "expected adam_beta2 in [0, 1), got 1.0"),
+        (["--adam_beta2", "1"], "expected adam_beta2 to be a number in [0, 1), got 1.0"),
     ],
 )
 def test_settings_that_cannot_work(arguments, message, capsys):

@@ -24,7 +24,7 @@ from harts_hf.cli.policy import find_policy, named_tokenizer
 from harts_hf.cli.recipe import parse, peek, split_recipe
 from harts_hf.cli.sources import RolloutSource, find_source, reward_functions
 from harts_hf.cli.train_arguments import PolicyArguments, TrainArguments
-from harts_hf.cli.train_checks import check_folders, check_numbers
+from harts_hf.cli.train_checks import check_folders
 from harts_hf.cli.trainer_kinds import TRAINERS
 from harts_hf.errors import MissingExtraError, missing_extra
 from harts_hf.modeling.checks import check_experts
@@ -135,10 +135,8 @@ class DryRun:
                 self.parts.refused.append(said)
 
     def _files(self) -> None:
-        self._each(
-            lambda: check_numbers(self.training),
-            lambda: check_folders(self.training, self.model, self.recipe, makes=False),
-        )
+        with self._collecting():
+            check_folders(self.training, self.model, self.recipe, makes=False)
 
     def _each(self, *checks: Callable[[], object]) -> None:
         for check in checks:
