@@ -30,6 +30,7 @@ from harts_hf.cli.train_checks import check_folders, check_processes
 from harts_hf.cli.train_report import TrainReport
 from harts_hf.cli.trainer_kinds import TRAINERS
 from harts_hf.errors import AllFailedError
+from harts_hf.trainers.tree_options import check_optimizer
 
 
 @warnings_in_lines()
@@ -43,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
         return dry_run(argv)
     arguments, training, model = parse(argv)
     check_processes(arguments, training)
+    check_optimizer(training)
     check_folders(training, model, recipe)
     if not arguments.asks_for_bar:
         disable_progress_bar()  # of loading and saving weights, beside a line per log

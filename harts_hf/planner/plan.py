@@ -46,7 +46,8 @@ def _only_trees(trees: Any) -> list[RolloutTree]:
     for one in found:
         if not isinstance(one, RolloutTree):
             raise ValueError(
-                f"expected a RolloutTree or several, got {type(one).__name__} (RolloutTree.from_trajectories makes one)"
+                "expected a RolloutTree or several (RolloutTree.from_trajectories makes one), got "
+                f"{type(one).__name__}"
             )
     return found
 

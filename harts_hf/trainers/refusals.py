@@ -18,6 +18,7 @@ from harts_hf.modeling.checks import REENTRANT_MESSAGE, check_experts, check_par
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.acceleration import check_acceleration
 from harts_hf.trainers.ranks import check_backend
+from harts_hf.trainers.tree_options import check_optimizer
 from harts_hf.trainers.weighing import UNITS
 from harts_hf.trainers.zero3 import gathers_whole_layers
 
@@ -162,6 +163,7 @@ def check_settings(trainer: Any) -> None:
     for wrong, expected, got in refused:
         if wrong:
             raise UnsupportedModelError(f"expected {expected}, got {got}" if expected else got)
+    check_optimizer(args)
     if has_coefficient and trainer.router_loss == "absent":
         warnings.warn(
             f"router_aux_loss_coef={trainer.router_aux_loss_coef} has no effect: GMPO's loss has no auxiliary loss of "

@@ -27,12 +27,6 @@ _OF_STEPS = {
 _OF_TRAINING = {
     "num_iterations": integer(1),
     "steps_per_generation": integer(1),
-    "learning_rate": number(),
-    "weight_decay": number(),
-    "adam_epsilon": number(),
-    "adam_beta1": FRACTION,
-    "adam_beta2": FRACTION,
-    "max_grad_norm": number(-math.inf).or_none(),
     "temperature": number(above=True),
     "beta": number(),
     "epsilon": number(),
@@ -44,6 +38,14 @@ _OF_TRAINING = {
     "sapo_temperature_neg": number(above=True),
     "sapo_temperature_pos": number(above=True),
     "scale_rewards": one_of(("group", "batch", "none")),
+}
+_OF_OPTIMIZERS = {
+    "learning_rate": number(),
+    "weight_decay": number(),
+    "adam_epsilon": number(),
+    "adam_beta1": FRACTION,
+    "adam_beta2": FRACTION,
+    "max_grad_norm": number(-math.inf).or_none(),
 }
 # Fields of TreeOptions, but for the limits, and what the planner checks.
 _OF_TREES = {
@@ -277,6 +279,14 @@ class TreeOptions:
             execution=cast(ExecutionChoice, self.tree_execution),
             cost=None if self.tree_cost is None else CostModel.load(self.tree_cost),
         )
+
+
+def check_optimizer(arguments: Any) -> None:
+    """Raises ValueError for numbers with which an optimizer makes nothing of the weights, or NaN.
+
+    Not when the configuration is made, so that a dry run says what else is refused.
+    """
+    check_fields(arguments, _OF_OPTIMIZERS)
 
 
 def _limit(name: str, value: Any, *, optional: bool) -> int | str | None:

@@ -343,7 +343,7 @@ def test_unknown_keys_are_named(tmp_path, capsys):
         (["--output_dir", TINY], f"expected output_dir to be a folder that can be written, got '{TINY}': File exists"),
         (["--model_config", '{"hidden_size": "x"}'], "expected model_config to be fields of a bailing_hybrid config"),
         (["--beta", "0.1"], "expected beta 0 for random weights (model_type)"),
-        (["--num_generations", "0"], "expected num_generations of at least 2, got 0"),
+        (["--num_generations", "0"], "expected num_generations to be an integer of at least 1, got 0"),
         (["--use_vllm", "true"], "vLLM is not available"),
         (["--cpu_threads", "0"], "expected cpu_threads of at least 1, got 0"),
         (["--max_steps", "-1"], "expected max_steps of at least 1 where no dataset is named, got -1"),

@@ -275,7 +275,6 @@ def test_token_advantages_need_a_loss_that_knows_them(tmp_path):
         ({"num_generations": 0}, "num_generations to be an integer of at least 1, got 0"),
         # and finds out after its first rollouts, or never.
         ({"scale_rewards": "groups"}, "scale_rewards to be one of group, batch, none, got 'groups'"),
-        ({"learning_rate": float("nan")}, "learning_rate to be a finite number of at least 0, got nan"),
         ({"epsilon": float("nan")}, "epsilon to be a finite number of at least 0, got nan"),
         ({"top_entropy_quantile": 2}, r"top_entropy_quantile to be a number in \[0, 1\], got 2"),
     ],
@@ -307,6 +306,12 @@ def test_refused_arguments(options, message, tmp_path):
 
     with pytest.raises(UnsupportedModelError, match=message):
         tree_run(tmp_path, rollout_func=rollouts, **options)
+
+
+def test_rates_that_are_no_numbers(tmp_path):
+    """Of the optimizer, which would make NaN of every weight, when the trainer is made."""
+    with pytest.raises(ValueError, match="learning_rate to be a finite number of at least 0, got nan"):
+        tree_run(tmp_path, learning_rate=float("nan"))
 
 
 def test_loss_types_are_those_of_trl():

@@ -33,6 +33,7 @@ from harts_hf.runtime.budgets import MARGIN, Budget, fitting_budget, parse_bytes
 from harts_hf.trainers.refusals import check_settings
 from harts_hf.trainers.router_loss import has_router_loss
 from harts_hf.trainers.sampling import why_not_sampled
+from harts_hf.trainers.tree_options import check_optimizer
 from harts_hf.trainers.zero3 import has_frozen_layers
 
 
@@ -135,8 +136,10 @@ class DryRun:
                 self.parts.refused.append(said)
 
     def _files(self) -> None:
-        with self._collecting():
-            check_folders(self.training, self.model, self.recipe, makes=False)
+        self._each(
+            lambda: check_optimizer(self.training),
+            lambda: check_folders(self.training, self.model, self.recipe, makes=False),
+        )
 
     def _each(self, *checks: Callable[[], object]) -> None:
         for check in checks:
