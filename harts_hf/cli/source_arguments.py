@@ -191,6 +191,9 @@ class SourceArguments:
             if getattr(self, name) and name not in allowed:
                 beside = f"beside {given[0]}" if given else f"without {' or '.join(_sources_with(name))}"
                 raise ValueError(f"expected no {name} {beside}, got {getattr(self, name)!r}")
+        if self.fork_policy in ("entropy", "budget") and "branching" not in allowed:
+            beside = f"beside {given[0]}" if given else f"without {' or '.join(_sources_with('branching'))}"
+            raise ValueError(f"expected no fork_policy {beside}, got {self.fork_policy!r}")
 
     def check_forks(self) -> None:
         """Raises ValueError for options of forks that contradict one another."""

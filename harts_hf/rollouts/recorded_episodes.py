@@ -74,7 +74,7 @@ class RecordedGroup:
 
 
 def read_groups(
-    source: Any, tokenizer: Any, *, form: str | None, samples_per: str, group_key: str | None
+    source: Any, tokenizer: Any, *, format: str, samples_per: str, group_key: str | None
 ) -> list[RolloutGroup]:
     """The groups of a source; see :class:`~harts_hf.rollouts.recorded_rollouts.RecordedRollouts`.
 
@@ -82,7 +82,7 @@ def read_groups(
         FileNotFoundError: no such file.
         ValueError: something else than a source; a row that its form does not allow.
     """
-    options: dict[str, Any] = {"form": form, "samples_per": samples_per, "group_key": group_key}
+    options: dict[str, Any] = {"format": format, "samples_per": samples_per, "group_key": group_key}
     if isinstance(source, str | PathLike):
         return read_rollout_file(Path(source), tokenizer, **options).groups
     if isinstance(source, RolloutFile):

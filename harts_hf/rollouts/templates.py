@@ -191,7 +191,7 @@ def _arguments_as_objects(messages: list[Message]) -> list[Message]:
                 continue
             what = f"message {number}: expected function.arguments of tool call {index} to be an object"
             try:
-                arguments = json.loads(function["arguments"])
+                arguments = json.loads(function["arguments"].strip() or "{}")  # so some servers write no arguments
             except (ValueError, RecursionError) as error:
                 got = shortened(function["arguments"])
                 raise ValueError(f"{what}, or a JSON string of one, got {got} ({error})") from error

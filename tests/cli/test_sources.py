@@ -9,6 +9,7 @@ from support.chat import byte_tokenizer
 from trl.chat_template_utils import qwen3_5_think_chat_template
 
 from harts_hf.cli.main import main as harts
+from harts_hf.cli.train_arguments import PolicyArguments
 
 USER_CODE = '''
 def rewards(completion_ids, **columns):
@@ -199,6 +200,11 @@ def test_evaluation(train, tmp_path):
             "got environment_factory and",
         ),
         (("--branching", "2", "2"), "expected no branching without environment or environment_factory, got [2, 2]"),
+        (
+            ("--rollout_func", "my_code:play", "--fork_policy", "entropy"),
+            "expected no fork_policy beside rollout_func",
+        ),
+        (("--fork_policy", "entropy", *DATA, *REWARDS), "expected no fork_policy without environment or"),
         (("--environment_factory", "my_code:Counter", "--environment_kwargs.x", "1"), "do not fit my_code:Counter"),
         (
             ("--environment_factory", "my_code:Counter", "--collector_kwargs.x", "1"),
@@ -250,3 +256,10 @@ def test_a_lora_without_dropout_by_default(train, tmp_path):
     assert status == 0, error
     saved = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert saved["lora_dropout"] == 0.0
+
+
+@pytest.mark.parametrize("modules", [["q_proj"], ["q_proj", "k_proj"], ["all-linear"], [".*q_proj"], []])
+def test_modules_of_a_lora(modules):
+    """A list of one name stays a list: as a text, PEFT would look for a module of this whole dotted name."""
+    is_text = modules in (["all-linear"], [".*q_proj"])
+    assert PolicyArguments(lora_target_modules=modules).lora_target_modules == (modules[0] if is_text else modules)
