@@ -49,8 +49,8 @@ def read_rollout_file(
             is what the template renders for the messages before it, and the turn; its ``loss_mask`` is the turn.
         format: the name of the file's form, or ``"auto"``: it is recognised from the first row.
         samples_per: ``"turn"``: a sample per turn of the assistant; ``"conversation"``: one per conversation, whose
-            mask is the template's assistant mask where it marks generations. A row with values per token
-            (``loss_mask`` or ``old_logprobs``, or a list of advantages) is always one sample.
+            mask is the template's assistant mask where it marks generations, less answers that were not sampled. A
+            row with values per token (``loss_mask``, ``old_logprobs``, a list of advantages) is always one sample.
         group_key: the key of each row's (or conversation's) group, in nested objects with dots between the keys; by
             default what the form has, or the whole file.
 

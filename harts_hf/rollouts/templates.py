@@ -81,8 +81,9 @@ class ChatTemplate:
         return np.array(encoded["input_ids"], np.int64), mask
 
     def conversation(self, messages: list[Message], tools: Tools, turns: list[int]) -> Sample:
-        """The whole conversation; the mask is the template's own, or None where it has none."""
-        return self.marked(messages, tools)
+        """The whole conversation; the mask is the template's own of these turns, or None where it has none."""
+        ids, mask = self.marked(messages, tools)
+        return ids, None if mask is None else of_turns(mask, messages, turns)
 
     def turn(self, messages: list[Message], tools: Tools, index: int) -> Sample:
         """The sample of turn ``index``: the messages before it, and what was sampled.
@@ -166,6 +167,26 @@ class ChatTemplate:
                 if str(other) == str(error):
                     return f" at message {number}"
         return ""
+
+
+def of_turns(mask: NDArray[np.bool_], messages: list[Message], turns: list[int]) -> NDArray[np.bool_] | None:
+    """A template's mask, which is of all answers, for some of them; None where they cannot be told apart in it.
+
+    Args:
+        mask: ``[L]``.
+        messages: that the template was given.
+        turns: indices of the answers that were sampled: others are examples, or the history of a request.
+    """
+    answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+    if answers == turns:
+        return mask
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
+    if len(edges) != len(answers):
+        return None
+    kept = np.zeros_like(mask)
+    for answer, (start, end) in zip(answers, edges, strict=True):
+        kept[start:end] = answer in turns
+    return kept
 
 
 def _check_tool_calls(message: Message, number: int) -> None:
