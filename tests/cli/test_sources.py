@@ -9,7 +9,8 @@ from support.chat import byte_tokenizer
 from trl.chat_template_utils import qwen3_5_think_chat_template
 
 from harts_hf.cli.main import main as harts
-from harts_hf.cli.train_arguments import PolicyArguments
+from harts_hf.cli.sources import _say_unused
+from harts_hf.cli.train_arguments import PolicyArguments, TrainArguments
 
 USER_CODE = '''
 def rewards(completion_ids, **columns):
@@ -234,6 +235,34 @@ def test_what_contradicts_is_refused(options, message, train):
     """Named, with what was expected and what came; exit status 2."""
     status, _, error = train(*options)
     assert status == 2 and message in error
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            {"rollout_func": "play", "max_turns": 3, "agent_timeout": 5},
+            "agent_timeout and max_turns are not used with",
+        ),
+        (
+            {"environment": "Game", "agent_concurrency": 3, "max_turns": 3},
+            "agent_concurrency is not used with environment\n",
+        ),
+        (
+            {"environment_factory": "Counter", "max_turns": 3},
+            "max_turns is not used with environment_factory, which TRL",
+        ),
+        ({"environment_factory": "Counter", "max_turns": 3, "branching": [2, 2]}, ""),
+        ({"max_turn_tokens": 3}, "max_turn_tokens is not used with prompts\n"),
+        ({"agent": "play", "agent_timeout": 5, "max_turns": 3}, ""),
+    ],
+    ids=["rollout_func", "environment", "trl", "forked", "prompts", "agent"],
+)
+def test_limits_that_nobody_reads_are_named(options, line, capsys):
+    """On stderr: a recipe may keep those of another source, but who sets a limit should know that it is none."""
+    _say_unused(TrainArguments(**options))
+    said = capsys.readouterr().err
+    assert said.startswith(line) and bool(said) == bool(line)
 
 
 def test_groups_that_processes_would_split(train):
