@@ -274,8 +274,7 @@ class DryRun:
         recorded = self.arguments.dry_run_rollouts or self.arguments.recorded_rollouts
         if recorded:
             given: Any = self.arguments.recorded_kwargs
-            names = {"format": "form", "samples_per": "samples_per", "group_key": "group_key"}
-            options = {names[key]: value for key, value in given.items() if key in names and value != "auto"}
+            options = {key: given[key] for key in ("format", "samples_per", "group_key") if key in given}
             return file_rollouts(recorded, self.training, parts.tokenizer, options)
         return made_up_rollouts(self.arguments, self.training, self._prompt_tokens())
 
