@@ -17,6 +17,7 @@ from harts_hf.modeling.checkpointing import checkpointed_every
 from harts_hf.modeling.checks import REENTRANT_MESSAGE, check_experts, check_parallel_sizes
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.acceleration import check_acceleration
+from harts_hf.trainers.origins import is_from
 from harts_hf.trainers.ranks import check_backend
 from harts_hf.trainers.weighing import UNITS
 from harts_hf.trainers.zero3 import gathers_whole_layers
@@ -98,7 +99,7 @@ def check_has_steps(trainer: Any) -> None:
         ValueError: fewer prompts than one generation takes.
     """
     rows, args, kind = trainer.train_dataset, trainer.args, type(trainer)
-    is_stock = all(getattr(kind, name).__module__.startswith(("trl.", "harts_hf.")) for name in _SAMPLED_BY)
+    is_stock = all(is_from(getattr(kind, name), "trl", "harts_hf") for name in _SAMPLED_BY)
     if not is_stock or not isinstance(rows, Dataset) or not hasattr(args, "generation_batch_size"):
         return
     needed = args.generation_batch_size // args.num_generations

@@ -1,5 +1,6 @@
 """What a step does outside forwards and backwards: losses on the CPU, and nothing expensive for each slice."""
 
+import functools
 import inspect
 
 import datasets
@@ -280,6 +281,20 @@ def test_texts_that_nobody_reads_are_not_made(reads, options, decoded, tmp_path)
     ids = [row for prompt in ("p0", "p1") for row in recorded.rollouts_of(prompt)["completion_ids"]]
     texts = recorded.tokenizer().batch_decode(ids, skip_special_tokens=True)
     assert seen == (texts if decoded else [""] * len(ids))
+
+
+def test_a_wrapper_of_a_reward_function_reads_texts(tmp_path):
+    """functools.wraps copies what a reward function says of itself; the wrapper is given texts all the same."""
+    seen = []
+
+    @functools.wraps(recorded_reward)
+    def shaped(completions, **_):
+        seen.extend(completions)
+        return [float(len(text)) for text in completions]
+
+    assert not shaped.reads_texts
+    batch_of(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, recorded.rollout_func, shaped)
+    assert seen and all(seen)
 
 
 @pytest.mark.parametrize("reads", [True, False])
