@@ -172,9 +172,18 @@ def _in_vocabulary(tokens: NDArray[Any], vocab_size: int | None) -> bool:
 def _check_tokens(tokens: Any, found: NDArray[Any] | None, name: str, vocab_size: int | None) -> None:
     if len(tokens) == 0:
         raise ValueError(f"expected {name} to hold at least one token, got none")
+    if found is None:
+        tokens = [_integer(token, name) for token in tokens]
     low, high = (min(tokens), max(tokens)) if found is None else (found.min(), found.max())
     if low < 0 or (vocab_size is not None and high >= vocab_size):
         raise ValueError(f"expected token ids in [0, {vocab_size}) in {name}, got {low if low < 0 else high}")
+
+
+def _integer(token: Any, name: str) -> int:
+    try:
+        return operator.index(token)
+    except TypeError as error:
+        raise ValueError(f"expected integers in {name}, got {shortened(token)}") from error
 
 
 def _check_values(values: Any, key: str, row: int, length: int) -> None:
