@@ -17,6 +17,7 @@ from harts_hf.modeling.checkpointing import checkpointed_every
 from harts_hf.modeling.checks import REENTRANT_MESSAGE, check_experts, check_parallel_sizes
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.acceleration import check_acceleration
+from harts_hf.trainers.origins import is_from
 from harts_hf.trainers.ranks import check_backend
 from harts_hf.trainers.tree_options import check_optimizer
 from harts_hf.trainers.weighing import UNITS
@@ -117,9 +118,7 @@ def check_prompts(trainer: Any) -> None:
 
 def _is_stock(trainer: Any, *names: str) -> bool:
     """Whether these methods are TRL's or ours, and not a user's."""
-    return all(
-        getattr(type(trainer), name).__module__.startswith(("trl.", "transformers.", "harts_hf.")) for name in names
-    )
+    return all(is_from(getattr(type(trainer), name), "trl", "transformers", "harts_hf") for name in names)
 
 
 def check_offload(trainer: Any) -> None:
