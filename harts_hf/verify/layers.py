@@ -29,6 +29,23 @@ class _Widened(torch.autograd.Function):
         return None, None, None
 
 
+class _WidenedExperts:
+    """Experts' matrices, one parameter: each is widened when it is asked for, as Transformers' eager experts do.
+
+    Widened at once, each expert's backward would be a gradient of all experts' matrices, nearly all of it zeros: in a
+    mixture of 128 experts that is most of the oracle's time.
+    """
+
+    def __init__(self, anchor: torch.Tensor, parameter: torch.Tensor, total: torch.Tensor | None) -> None:
+        self._anchor, self._parameter, self._total = anchor, parameter, total
+
+    def __getitem__(self, expert: torch.Tensor | int) -> torch.Tensor:
+        index = int(expert)
+        total = None if self._total is None else self._total[index]
+        widened: torch.Tensor = _Widened.apply(self._anchor, self._parameter[index], total)
+        return widened
+
+
 class LayeredOracle:
     """Runs a model in float64 while only one layer's parameters are held in float64.
 
@@ -111,11 +128,15 @@ def _exchanged(module: nn.Module, anchor: torch.Tensor, total_of: Any) -> Iterat
     kept: list[tuple[MutableMapping[str, Any], Any, dict[str, Any]]] = []
     with ExitStack() as stack:
         for one in module.modules():
+            experts = getattr(one, "num_experts", None)
+
+            def widened(parameter: Any, experts: Any = experts) -> Any:
+                by_expert = parameter.dim() == 3 and len(parameter) == experts  # read by nothing but an expert's number
+                widen = _WidenedExperts if by_expert else _Widened.apply
+                return widen(anchor, parameter.detach(), total_of(parameter) if parameter.requires_grad else None)
+
             for own, wide in (
-                (
-                    one._parameters,
-                    lambda p: _Widened.apply(anchor, p.detach(), total_of(p) if p.requires_grad else None),
-                ),
+                (one._parameters, widened),
                 (one._buffers, lambda b: b.double() if b.is_floating_point() else b),
             ):
                 before = dict(own)
