@@ -35,7 +35,7 @@ def test_sides_of_a_step():
     """Long sides run where the workload says."""
     assert workloads.kinds_of(workloads.Task("miniswe_b_drop", 0)) == (STOCK, SORTED, PACKED, TREE)
     assert workloads.kinds_of(workloads.Task("miniswe_b_drop", 1)) == (PACKED, TREE)
-    assert workloads.kinds_of(workloads.Task("miniswe_b_drop", 7)) == (TREE,)
+    assert workloads.kinds_of(workloads.Task("vmcts_dafny_bst", 2)) == (TREE,)
     assert workloads.kinds_of(workloads.Task("tot_game24", 0)) == (PACKED, COLLAPSED, TREE)
     wide, plain = (workloads.steps_in(SHAPES, "tot_game24", dry=False, variant=name)[0] for name in ("three", "plain"))
     assert (len(wide), len(plain)) == (9, 3) and [group.name for group in wide[:3]] == [group.name for group in plain]

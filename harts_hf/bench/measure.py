@@ -69,9 +69,9 @@ class _Bench:
                         self._time(side, self.timed[kind])
             parity = replace(parity, failures=[*parity.failures, *self._whole_steps()])
             goes_on = parity.passed or self.options.times_anyway
-            if not goes_on:
-                for timed in self.timed.values():
-                    timed.seconds, timed.phases_of_steps = [], []
+        if not goes_on:
+            for timed in self.timed.values():
+                timed.seconds, timed.phases_of_steps = [], []
         clippings = self._clippings()
         ideals = self._ideals() if goes_on and self.options.stages else {}
         return StepMeasured(
@@ -125,6 +125,8 @@ class _Bench:
         options = self.options
         if options.stages and options.stages_when_tried and setting.kind in (PACKED, COLLAPSED) and not again:
             self._time_stages(side, timed)
+            if side.clock.seconds > options.once_above:
+                self._note(side, timed)
         else:
             side.step()
         first = side.clock.seconds
@@ -137,6 +139,12 @@ class _Bench:
 
     def _time(self, side: Side, timed: Timed) -> None:
         side.step()
+        self._note(side, timed)
+        side.clock.report = None
+
+    @staticmethod
+    def _note(side: Side, timed: Timed) -> None:
+        """The side's last step as a timed one."""
         clock = side.clock
         timed.seconds.append(clock.seconds)
         timed.phases_of_steps.append(clock.phases)
@@ -144,7 +152,6 @@ class _Bench:
             timed.peak_memory = max(timed.peak_memory or 0, clock.peak_memory)
         if clock.clocks:
             timed.clocks.append(clock.clocks)
-        clock.report = None
         timed.log = {name: side.log[name] for name in ("loss", "grad_norm", "entropy") if name in side.log}
         timed.clip_fraction = side.log.get("clip_ratio/region_mean")
 

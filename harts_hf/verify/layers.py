@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,13 +58,14 @@ class LayeredOracle:
         self.model = model
 
     @contextmanager
-    def wide(self, sums: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def wide(self, sums: Mapping[str, torch.Tensor], *, with_routers: bool = False) -> Iterator[None]:
         """Inside, forwards are in float64, and backwards add the gradient of each named parameter to its entry.
 
         Layers run again in the backward, whatever mode the model is in; gradients of parameters themselves stay None.
 
         Args:
             sums: by the name of a parameter, in any dtype; parameters without an entry are not differentiated.
+            with_routers: whether losses also depend on what routers give, which leaves a layer past its result.
         """
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         base: Any = causal_lm_of(self.model)
@@ -78,7 +80,8 @@ class LayeredOracle:
                 base.set_experts_implementation("eager")  # grouped products refuse float64
                 stack.callback(base.set_experts_implementation, before)
             for module, is_layer in _units(base):
-                stack.enter_context(_running_wide(module, anchor, total_of, again=is_layer))
+                again = is_layer and ("every tensor" if with_routers else "result")
+                stack.enter_context(_running_wide(module, anchor, total_of, again=again))
             yield
 
 
@@ -99,8 +102,16 @@ def _own(tensors: Mapping[str, torch.Tensor | None]) -> bool:
 
 
 @contextmanager
-def _running_wide(module: Any, anchor: torch.Tensor, total_of: Any, *, again: bool) -> Iterator[None]:
-    """Inside, the module's forward sees float64 in place of its parameters and buffers."""
+def _running_wide(module: Any, anchor: torch.Tensor, total_of: Any, *, again: str | bool) -> Iterator[None]:
+    """Inside, the module's forward sees float64 in place of its parameters and buffers.
+
+    Args:
+        module: a layer, or one outside layers.
+        anchor: requires a gradient.
+        total_of: the sum of a parameter's gradients.
+        again: whether it runs again in the backward: with gradients of its "result" alone, or of "every tensor" that
+            it made, which Python has to note one by one (a third of the time of the oracle).
+    """
     stock, had_own = module.forward, "forward" in vars(module)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -108,9 +119,11 @@ def _running_wide(module: Any, anchor: torch.Tensor, total_of: Any, *, again: bo
             return stock(*args, **kwargs)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if again and torch.is_grad_enabled():
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        return run(*args, **kwargs)
+        if not (again and torch.is_grad_enabled()):
+            return run(*args, **kwargs)
+        if again == "result" and args and args[0].requires_grad:  # hidden states
+            return checkpoint(partial(run, **kwargs), *args, use_reentrant=True)
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     module.forward = forward
     try:
