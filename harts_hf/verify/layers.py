@@ -144,7 +144,8 @@ def _exchanged(module: nn.Module, anchor: torch.Tensor, total_of: Any) -> Iterat
             experts = getattr(one, "num_experts", None)
 
             def widened(parameter: Any, experts: Any = experts) -> Any:
-                by_expert = parameter.dim() == 3 and len(parameter) == experts  # read by nothing but an expert's number
+                # Read by nothing but an expert's number.
+                by_expert = parameter.dim() == 3 and len(parameter) == experts
                 widen = _WidenedExperts if by_expert else _Widened.apply
                 return widen(anchor, parameter.detach(), total_of(parameter) if parameter.requires_grad else None)
 
