@@ -45,6 +45,7 @@ class _Bench:
         self.failures: dict[str, str] = {}
         self.microbatch_seconds: dict[str, float] = {}
         self.decision = ""
+        self._once: set[str] = set()  # kinds that were timed when they were tried
 
     def run(self) -> StepMeasured:
         # What the tree refuses, before stock trainers have run for minutes; the smallest size, since that is refused.
@@ -62,6 +63,8 @@ class _Bench:
         if goes_on:
             for number in range(self.options.steps):
                 for kind, side in self.chosen.items():
+                    if kind in self._once:
+                        continue
                     done = self.timed[kind].seconds
                     wanted = min(self.options.steps_of.get(kind, self.options.steps), self.options.steps)
                     if not done or (len(done) < wanted and sum(done) < self.options.seconds_per_side):
@@ -127,6 +130,7 @@ class _Bench:
             self._time_stages(side, timed)
             if side.clock.seconds > options.once_above:
                 self._note(side, timed)
+                self._once.add(setting.kind)
         else:
             side.step()
         first = side.clock.seconds
