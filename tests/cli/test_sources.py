@@ -119,6 +119,7 @@ REWARDS = ("--reward_funcs", "my_code:rewards")
 DATA = ("--dataset_name", "prompts.jsonl")
 
 
+@pytest.mark.essential("rollout_func", "environment_factory")
 @pytest.mark.parametrize(
     "options",
     [

@@ -89,16 +89,6 @@ def test_scoring_is_skipped_only_where_exact(options, field, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo"])
-def test_every_loss_without_scoring(loss, tmp_path):
-    """Losses, metrics and gradients are TRL's although no scoring pass ran."""
-    stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock", loss_type=loss)
-    cut = tree_run(tmp_path / "cut", tree_sharing="always", tree_max_tokens_per_microbatch=64, loss_type=loss)
-    assert_same_training(stock, cut)
-    assert all(log["tree/scoring_skipped"] == 1 for log in cut[1][:-1])
-
-
-@pytest.mark.exhaustive
 def test_no_sharing_trains_the_same(tmp_path):
     """Every trajectory on rows of its own is the same training."""
     stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock")

@@ -41,7 +41,9 @@ def check(file, form, stem):
 
 
 @CASES
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz", ".traj"])
+@pytest.mark.parametrize(
+    "suffix", [".jsonl", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in (".json", ".jsonl.gz", ".traj"))]
+)
 def test_samples_of_each_form(tmp_path, name, suffix):
     """A sample per turn: what the template writes for the messages before, and the turn; only the turn is trained."""
     file = read_rollout_file(write(tmp_path / f"r{suffix}", FORMS[name].rows), byte_tokenizer())

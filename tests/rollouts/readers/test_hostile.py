@@ -32,6 +32,7 @@ def replaced(value, path, new):
 
 
 @pytest.mark.filterwarnings("ignore::harts_hf.errors.HartsWarning")
+@pytest.mark.essential("messages", "tau-bench", "swe-agent")
 @pytest.mark.parametrize("name", FORMS)
 def test_wrong_types_anywhere(tmp_path, name):
     """Whatever stands in the place of a value: the row is read, or the error names the line."""
