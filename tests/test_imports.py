@@ -13,9 +13,11 @@ import harts_hf
 import harts_hf.rollouts
 
 PACKAGE = Path(harts_hf.__file__).parent
-# cli -> trainers, verify -> rollouts, runtime -> modeling -> kernels -> batch -> planner -> tree; errors are for all.
+# cli -> trainers, verify -> rollouts, runtime -> modeling -> kernels -> batch -> planner -> tree;
+# errors and names are for all.
 RANK = {
     "errors": 0,
+    "names": 0,
     "tree": 1,
     "forest": 1.5,
     "planner": 2,
@@ -29,7 +31,7 @@ RANK = {
     "bench": 7.5,
     "cli": 8,
 }
-NUMPY_ONLY = {"errors", "tree", "forest", "planner"}
+NUMPY_ONLY = {"errors", "names", "tree", "forest", "planner"}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 

@@ -88,11 +88,12 @@ def tiny_model(
     config = AutoConfig.for_model(family, **{key: value for key, value in options.items() if key not in omit})
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
+    is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() >= 2:
-                parameter.copy_(noise * (0.5 if "embed" in name else 0.6 / parameter.shape[-1] ** 0.5))
+                parameter.copy_(noise * (0.5 if "embed" in name and not is_tied else 0.6 / parameter.shape[-1] ** 0.5))
             elif "A_log" in name or "dt_bias" in name:
                 parameter.copy_(0.5 * noise)
             else:

@@ -111,7 +111,7 @@ def test_a_sample_per_conversation(tmp_path, name):
 def test_format_by_name(tmp_path, name):
     """``--format`` says what is otherwise recognised."""
     path, form = write(tmp_path / "r.jsonl", FORMS[name].rows), name.split(":")[0]
-    file = read_rollout_file(path, byte_tokenizer(), form=form)
+    file = read_rollout_file(path, byte_tokenizer(), format=form)
     other = read_rollout_file(path, byte_tokenizer())
     for mine, theirs in zip(file.groups[0].rollouts, other.groups[0].rollouts, strict=True):
         assert np.array_equal(mine.token_ids, theirs.token_ids)

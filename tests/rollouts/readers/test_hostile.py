@@ -44,7 +44,7 @@ def test_wrong_types_anywhere(tmp_path, name):
         new = (None, 7, "text", [], {}, [{}], [[]], True, 1e400, "\ud800")[(number + len(name)) % 10]
         path.write_text(json.dumps(replaced(row, place, new)) + "\n")
         try:
-            read_rollout_file(path, tokenizer, form=name.split(":")[0])
+            read_rollout_file(path, tokenizer, format=name.split(":")[0])
         except RolloutFileError as error:
             errors += 1
             assert str(error).startswith(f"{path}, line 1: ") or "at least one trajectory" in str(error)
