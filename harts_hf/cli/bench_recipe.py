@@ -18,9 +18,10 @@ from harts_hf.bench.subject import Subject
 from harts_hf.cli.policy import find_policy
 from harts_hf.cli.recipe import parse
 from harts_hf.cli.train import build_trainer
-from harts_hf.cli.train_checks import check_numbers, check_processes
+from harts_hf.cli.train_checks import check_processes
 from harts_hf.cli.train_report import TrainReport
 from harts_hf.rollouts.recorded import Rollout, RolloutGroup
+from harts_hf.trainers.tree_options import check_optimizer
 
 
 def subject_of_recipe(options: argparse.Namespace, fields: Sequence[str], device: torch.device) -> Subject:
@@ -42,7 +43,7 @@ def subject_of_recipe(options: argparse.Namespace, fields: Sequence[str], device
     if arguments.trainer != "grpo":
         raise ValueError(f"expected a recipe with trainer: grpo, got {arguments.trainer!r}")
     check_processes(arguments, training)
-    check_numbers(training)
+    check_optimizer(training)
     training.max_steps, training.learning_rate, training.save_strategy, training.eval_strategy = 1, 0.0, "no", "no"
     with tempfile.TemporaryDirectory() as folder:
         training.output_dir = folder

@@ -33,8 +33,9 @@ def add_rollouts(parser: argparse.ArgumentParser, *, tokenizer: str) -> None:
     parser.add_argument("--tokenizer", help=tokenizer)
     parser.add_argument(
         "--format",
-        choices=[form.name for form in FORMS],
-        help="the form of the file (default: recognised from its first row)",
+        choices=["auto", *(form.name for form in FORMS)],
+        default="auto",
+        help="the form of the file (default: auto, recognised from its first row)",
     )
     parser.add_argument(
         "--samples-per",
@@ -80,7 +81,7 @@ def read_rollouts(options: argparse.Namespace, tokenizer: Any) -> RolloutFile:
         file = read_rollout_file(
             options.rollouts,
             tokenizer,
-            form=options.format,
+            format=options.format,
             samples_per=options.samples_per,
             group_key=options.group_key,
         )

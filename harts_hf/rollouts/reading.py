@@ -34,9 +34,9 @@ class Reading:
         ValueError: no such form, or nothing that samples can be per.
     """
 
-    def __init__(self, path: Path, tokenizer: Any, form: str | None, samples_per: str, group_key: str | None) -> None:
+    def __init__(self, path: Path, tokenizer: Any, format: str, samples_per: str, group_key: str | None) -> None:
         self._path = path
-        self._form: Form | None = None if form is None else form_of_name(form)
+        self._form: Form | None = None if format == "auto" else form_of_name(format)
         self._samples_per = samples_per
         self._group_key = group_key
         self._group_keys = GroupKeys()

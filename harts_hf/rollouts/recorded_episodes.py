@@ -75,7 +75,7 @@ class RecordedGroup:
 
 
 def read_groups(
-    source: Any, tokenizer: Any, *, form: str | None, samples_per: str, group_key: str | None
+    source: Any, tokenizer: Any, *, format: str, samples_per: str, group_key: str | None
 ) -> list[RolloutGroup]:
     """The groups of a source; see :class:`~harts_hf.rollouts.recorded_rollouts.RecordedRollouts`.
 
@@ -86,7 +86,7 @@ def read_groups(
     Warns:
         HartsWarning: no row says its group, and a key may; what the reader warns of.
     """
-    options: dict[str, Any] = {"form": form, "samples_per": samples_per, "group_key": group_key}
+    options: dict[str, Any] = {"format": format, "samples_per": samples_per, "group_key": group_key}
     if isinstance(source, str | PathLike):
         file = read_rollout_file(Path(source), tokenizer, **options)
         if file.likely_group_keys:

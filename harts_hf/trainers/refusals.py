@@ -17,11 +17,14 @@ from harts_hf.modeling.checkpointing import checkpointed_every
 from harts_hf.modeling.checks import REENTRANT_MESSAGE, check_experts, check_parallel_sizes
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.acceleration import check_acceleration
+from harts_hf.trainers.origins import is_from
 from harts_hf.trainers.ranks import check_backend
+from harts_hf.trainers.tree_options import check_optimizer
 from harts_hf.trainers.weighing import UNITS
 from harts_hf.trainers.zero3 import gathers_whole_layers
 
 TRL_RANGE = ("1.16", "1.17")
+LEVELS = ("token", "sequence")  # of GRPO's importance sampling
 
 
 def check_trl_version() -> None:
@@ -115,9 +118,7 @@ def check_prompts(trainer: Any) -> None:
 
 def _is_stock(trainer: Any, *names: str) -> bool:
     """Whether these methods are TRL's or ours, and not a user's."""
-    return all(
-        getattr(type(trainer), name).__module__.startswith(("trl.", "transformers.", "harts_hf.")) for name in names
-    )
+    return all(is_from(getattr(type(trainer), name), "trl", "transformers", "harts_hf") for name in names)
 
 
 def check_offload(trainer: Any) -> None:
@@ -162,6 +163,11 @@ def check_settings(trainer: Any) -> None:
             f"{getattr(args, 'loss_type', None)!r}",
         ),
         (
+            has_loss_types and args.importance_sampling_level not in LEVELS,
+            f"importance_sampling_level to be one of {', '.join(LEVELS)}",
+            f"{getattr(args, 'importance_sampling_level', None)!r}",
+        ),
+        (
             has_coefficient and trainer.router_loss == "refused",
             f"no auxiliary loss of the router in {type(trainer).__name__}, whose loss has no place for it",
             f"router_aux_loss_coef={getattr(trainer, 'router_aux_loss_coef', None)}: set router_aux_loss_coef=0 to "
@@ -184,6 +190,7 @@ def check_settings(trainer: Any) -> None:
     for wrong, expected, got in refused:
         if wrong:
             raise UnsupportedModelError(f"expected {expected}, got {got}" if expected else got)
+    check_optimizer(args)
     if has_coefficient and trainer.router_loss == "absent":
         warnings.warn(
             f"router_aux_loss_coef={trainer.router_aux_loss_coef} has no effect: GMPO's loss has no auxiliary loss of "

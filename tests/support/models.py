@@ -105,8 +105,9 @@ def tiny_model(
 
 
 def shallow_model(family: str, **options) -> nn.Module:
-    """`tiny_model`, of qwen3_5_text with one layer of each kind: for what does not depend on depth, such as losses.
+    """`tiny_model` with one layer of each kind, experts in the second: for what does not depend on depth, as losses.
 
     The stock model's linear layer in float64 is most of what a plain loop over trajectories takes.
     """
-    return tiny_model(family, **options, **(SHALLOW if family == "qwen3_5_text" else {}))
+    mlps = {"mlp_layer_types": ["dense", "sparse"]} if "mlp_layer_types" in _CONFIGS[family] else {}
+    return tiny_model(family, **options, **SHALLOW, **mlps)
