@@ -84,7 +84,7 @@ def _one_step(trainer: Any) -> tuple[list[dict[str, Any]], float]:
     """TRL's batches of a step, and how long its rollouts took."""
     batches: list[dict[str, Any]] = []
     spent: list[float] = []
-    add_slice, generate = trainer._tree.add_slice, trainer._generate
+    add_slice, generate = trainer.tree_policy.add_slice, trainer._generate
 
     def keeping(batch: dict[str, Any]) -> None:
         batches.append(batch)
@@ -96,7 +96,7 @@ def _one_step(trainer: Any) -> tuple[list[dict[str, Any]], float]:
         spent.append(time.perf_counter() - started)
         return found
 
-    trainer._tree.add_slice, trainer._generate = keeping, timed
+    trainer.tree_policy.add_slice, trainer._generate = keeping, timed
     trainer.train()
     return batches, sum(spent)
 

@@ -29,8 +29,8 @@ BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 SPLITTING = {"tp": "tensor", "cp": "context", "sp": "sequence", "pp": "pipeline", "ep": "expert"}
 REENTRANT_MESSAGE = (
     "expected non-reentrant activation checkpointing, got use_reentrant=True: pass "
-    'gradient_checkpointing_kwargs={"use_reentrant": False}; for adapters under ZeRO-3 TRL sets it to True '
-    "whatever is passed, and there only gradient_checkpointing=False helps"
+    'activation_checkpointing_kwargs={"use_reentrant": False}; for adapters under ZeRO-3 TRL sets it to True '
+    "whatever is passed, and there only activation_checkpointing=False helps"
 )
 
 

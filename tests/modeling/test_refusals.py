@@ -149,7 +149,7 @@ def test_reentrant_checkpointing():
     model = tiny_model("qwen3_5_text")
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(
-        UnsupportedModelError, match=r"use_reentrant=True.*adapters under ZeRO-3.*gradient_checkpointing=False"
+        UnsupportedModelError, match=r"use_reentrant=True.*adapters under ZeRO-3.*activation_checkpointing=False"
     ):
         tree_logprobs(model, random_trajectories(0, vocab=VOCAB))
 

@@ -38,6 +38,7 @@ def test_good_rows_pass():
         ({}, 4, r"return 4 rows for 4 prompts .* got 2 in 'prompt_ids'"),
         ({"completion_ids": [[4, 5, 6]]}, 2, "got 1 in 'completion_ids'"),
         ({"env_mask": [[1, 0, 1]]}, 2, "got 1 in 'env_mask'"),
+        ({"completion_ids": [[4, 5, 6], [4, 5.5]]}, 2, r"expected integers in completion_ids\[1\], got 5.5"),
         ({"completion_ids": [[4, 5, 6], []]}, 2, r"expected completion_ids\[1\] to hold at least one token"),
         ({"prompt_ids": [[], [3]]}, 2, r"expected prompt_ids\[0\] to hold at least one token"),
         ({"completion_ids": [[4, 8, 6], [7]]}, 2, r"token ids in \[0, 8\) in completion_ids\[0\], got 8"),

@@ -16,6 +16,7 @@ from torch import nn
 
 from harts_hf import PlannerConfig, patch, plan_window, unpatch
 from harts_hf.modeling import RowValue, Sum, add_output
+from harts_hf.planner import CostModel
 from harts_hf.runtime import OtherRankError, TreeUpdate, TreeWindow, WindowPlanner, WindowRun, placing, window
 from harts_hf.tree import RolloutTree
 
@@ -189,6 +190,14 @@ def test_random_placements(name, monkeypatch):
     check_one_forest(3, *CASES[name])
 
 
+def made_again_beside_gradients(word, schedule):
+    """Whether a trunk runs ``F`` for a reader after another reader's backward."""
+    place = {op: number for number, op in enumerate(word)}
+    readers = [(trunk, one.id) for one in schedule.microbatches for trunk in one.trunks if ("F", trunk) in place]
+    before = {trunk for trunk, reader in readers if place["B", reader] < place["F", trunk]}
+    return bool(before & {trunk for trunk, reader in readers if place["F", reader] > place["F", trunk]})
+
+
 @pytest.mark.exhaustive
 def test_skipped_on_ranks(monkeypatch):
     """Nested words that are aligned with dummies skip the scoring pass, exactly."""
@@ -198,6 +207,7 @@ def test_skipped_on_ranks(monkeypatch):
     assert all(report.scoring_skipped for report in reports)
     words = [reports[0].window.schedule.rank_ops[rank] for rank in range(3)]
     assert len({"".join(kind for kind, _ in word) for word in words}) > 1
+    assert any(made_again_beside_gradients(word, reports[0].window.schedule) for word in words)
     assert_gradients_close(found, expected(supervised, parts(3)), GRADIENT_TOLERANCE)
 
 
@@ -280,10 +290,15 @@ def test_a_rank_that_fails(on):
 
 @pytest.mark.parametrize("placement", ["auto", "global", "local"])
 @pytest.mark.parametrize(
-    "change", [{"max_tokens_per_microbatch": 128}, {"execution": "nested"}, {"sharing": "always"}]
+    ("change", "said"),
+    [
+        ({"max_tokens_per_microbatch": 128}, "max_tokens_per_microbatch: 64 on process 0, 128 on process 1"),
+        ({"execution": "nested"}, "execution: 'auto' on process 0, 'nested' on process 1"),
+        ({"cost": CostModel(source="mine")}, "cost.source: nothing on process 0, 'mine' on process 1"),
+    ],
 )
-def test_other_settings(change, placement):
-    """Ranks that would meet in other collectives than one another all say so, before the first of them."""
+def test_other_settings(change, said, placement):
+    """Ranks that would meet in other collectives than one another all say which settings differ, before the first."""
     slices = parts(2)
     models = [patched(new_model()) for _ in slices]
     planner = PlannerConfig(max_tokens_per_microbatch=64)
@@ -295,6 +310,7 @@ def test_other_settings(change, placement):
 
     for raised in on_ranks(2, work):
         assert isinstance(raised, ValueError) and "expected the same settings of plans" in str(raised), raised
+        assert said in str(raised) and ("cost" in change or str(raised).endswith(f"got {said}")), raised
 
 
 def test_plans_of_other_processes():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from datasets import Dataset
 from support import recorded
 from support.models import VOCAB, shallow_model
 from support.oracle import float64_everywhere
@@ -85,16 +86,6 @@ def test_scoring_is_skipped_only_where_exact(options, field, tmp_path):
         is_known = field == "old_per_token_logps" and number % 2 == 0  # scored at generation, on the same weights
         assert log["tree/scoring_skipped"] == log["tree/scoring_kept"] == is_known
         assert log.get(f"tree/scoring_needed_by/{field}", 0) == (not is_known)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo"])
-def test_every_loss_without_scoring(loss, tmp_path):
-    """Losses, metrics and gradients are TRL's although no scoring pass ran."""
-    stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock", loss_type=loss)
-    cut = tree_run(tmp_path / "cut", tree_sharing="always", tree_max_tokens_per_microbatch=64, loss_type=loss)
-    assert_same_training(stock, cut)
-    assert all(log["tree/scoring_skipped"] == 1 for log in cut[1][:-1])
 
 
 @pytest.mark.exhaustive
@@ -306,6 +297,24 @@ def test_refused_arguments(options, message, tmp_path):
 
     with pytest.raises(UnsupportedModelError, match=message):
         tree_run(tmp_path, rollout_func=rollouts, **options)
+
+
+def test_refused_before_the_first_step(tmp_path):
+    """What PyTorch and TRL would say in a backward and after sampling, Transformers after minutes of asking a hub."""
+    offload = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}
+    questions = Dataset.from_dict({"question": ["a"] * recorded.NUM_PROMPTS})
+
+    def rollouts(prompts, trainer):
+        raise AssertionError("expected no rollouts")
+
+    with pytest.raises(ValueError, match="expected a GPU for offload=True"):
+        tree_run(tmp_path, rollout_func=rollouts, **offload)
+    with pytest.raises(ValueError, match="expected a train_dataset with the column prompt, got question"):
+        tree_run(tmp_path, rollout_func=rollouts, dataset=questions)
+    with pytest.raises(
+        ValueError, match="expected model to be a model's folder or name, got 'no/such': no such folder"
+    ):
+        TreeGRPOTrainer("no/such", recorded.recorded_reward, TreeGRPOConfig(**recorded.arguments(tmp_path)))
 
 
 def test_rates_that_are_no_numbers(tmp_path):

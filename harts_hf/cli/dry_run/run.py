@@ -258,7 +258,7 @@ class DryRun:
         placement = getattr(self.training, "tree_placement", "local")
         together = self.launch.num_processes == 1 or hasattr(self.training, "tree_placement")
         skips = together and self._may_skip_scoring() and not has_router_loss(parts.trainer)
-        planner = parts.trainer._tree.planner
+        planner = parts.trainer.tree_policy.planner
         if parts.budget is not None:
             planner = replace(planner, config=replace(planner.config, **self.training.limits(parts.budget)))
         parts.plan = plan_step(
@@ -274,8 +274,7 @@ class DryRun:
         recorded = self.arguments.dry_run_rollouts or self.arguments.recorded_rollouts
         if recorded:
             given: Any = self.arguments.recorded_kwargs
-            names = {"format": "form", "samples_per": "samples_per", "group_key": "group_key"}
-            options = {names[key]: value for key, value in given.items() if key in names and value != "auto"}
+            options = {key: given[key] for key in ("format", "samples_per", "group_key") if key in given}
             return file_rollouts(recorded, self.training, parts.tokenizer, options)
         return made_up_rollouts(self.arguments, self.training, self._prompt_tokens())
 
