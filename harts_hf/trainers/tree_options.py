@@ -207,6 +207,8 @@ class TreeOptions:
         if isinstance(self.tree_replay_routing, bool) or self.tree_replay_routing is None:
             self.tree_replay_routing = "scoring" if self.tree_replay_routing else "off"
         check_fields(self, _OF_TREES)
+        if hasattr(self, "router_aux_loss_coef"):
+            check_fields(self, {"router_aux_loss_coef": number().or_none()})
         if hasattr(self, "temperature"):
             check_fields(self, {"temperature": number(above=True)})
         if self.tree_split_on_routes and self.tree_replay_routing != "engine":
