@@ -5,6 +5,7 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch import nn
 
 from benchmarks.gpu import processes
 from benchmarks.ranks import __main__ as ranks
-from benchmarks.ranks import calls, judging, recorder
+from benchmarks.ranks import calls, judging, model, recorder
 from benchmarks.ranks.jobs import BACKENDS, Job, jobs_for, waves_of
+from benchmarks.ranks.rows import rows_at_once
 from benchmarks.ranks.sketches import difference, gradient_of, moved, size, sketch, value_of
 
 SHAPES = shape_file("tot_game24").parent
@@ -82,6 +84,7 @@ def test_a_call_goes_on_where_one_ended(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HARTS_COMMIT", "c")
     monkeypatch.setattr(calls.signal, "signal", lambda *_: None)  # this process's stays
     monkeypatch.setattr(processes, "run_jobs", run_jobs)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     done = [{"job": "parity-one-1-miniswe1", "commit": "c"}, {"job": "kill-ddp-4-miniswe1", "commit": "b"}]
     (tmp_path / "earlier.json").write_text(json.dumps({"parts": done}))
     command = ["call", "--gpus", "4", "--shapes", str(SHAPES), "--out", str(tmp_path / "out")]
@@ -95,6 +98,20 @@ def test_a_call_goes_on_where_one_ended(tmp_path, monkeypatch, capsys):
     assert "left for a later call: time-ddp-4-tau50" in capsys.readouterr().out
     ranks.main([*command, *jobs])
     assert begun[1:] == [{"time-ddp-4-tau50": (1, "0,1,2,3")}, {"parity-zero3-2-miniswe1": (1, "0,1")}]
+
+
+def test_what_a_call_refuses(tmp_path, monkeypatch):
+    """Fewer GPUs than asked for, shapes that are not there, a folder that another call writes to; before it starts."""
+    monkeypatch.setattr(calls, "run", lambda *_: pytest.fail("a job was started"))
+    command = ["call", "--gpus", "4", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--shapes"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit, match=r"expected 4 GPUs \(--gpus\), got 2"):
+        ranks.main([*command, str(SHAPES)])
+    with pytest.raises(SystemExit, match=r"expected miniswe_b_drop\.jsonl\.gz, tau_airline_b\.jsonl\.gz in "):
+        ranks.main([*command, str(tmp_path), "--dry-run"])
+    for folder in ("work", "out"):
+        with calls.alone_in(tmp_path / folder), pytest.raises(SystemExit, match=f"{folder}: another call runs"):
+            ranks.main([*command, str(SHAPES), "--dry-run"])
 
 
 # ---- sketches -------------------------------------------------------------------------------------------------------
@@ -288,6 +305,37 @@ def test_predictions_of_the_page_are_the_record_s():
         assert words.format(row["speedup"]) in page and f"({row['of_bound']:.3f}" in page.replace("\n", " ")
     measured = [row for kind in ("rows", "parity", "killed", "large") for row in jobs[kind]]
     assert ("have not been tried" in page) == (max((row["processes"] for row in measured), default=2) <= 2)
+
+
+def test_what_the_model_says(tmp_path, capsys):
+    """Every row says that it is an estimate; the bars are judged; the page has the table of the record."""
+    ranks.main(["model", "--dry-run", "--shapes", str(SHAPES), "--out", str(tmp_path / "model.json")])
+    printed = capsys.readouterr().out
+    rows = json.loads((tmp_path / "model.json").read_text())["rows"]
+    assert [row["ranks"] for row in rows] == [1, 2, 4] * 2 and (tmp_path / "model.png").exists()
+    assert {row["said"] for row in rows} == {
+        "estimated, not measured"
+    } and "estimated, not measured: 6 plans" in printed
+    for row in rows:
+        assert row["scaling"] == pytest.approx(
+            row["gain"] / row["ranks"] * max(1, row["path_seconds"] / row["mean_seconds"]), rel=1e-3
+        )
+        assert row["bars"]["scaling"] == (row["scaling"] >= 0.9)
+        assert ("lost" in row["bars"]) == (row["path_seconds"] <= row["mean_seconds"])
+    recorded = json.loads(ranks.MODEL_RECORD.read_text())["rows"]
+    assert model.table_of(recorded) in (Path(__file__).parents[1] / "docs" / "ranks.md").read_text()
+    with pytest.raises(SystemExit, match="expected shape files"):
+        ranks.main(["model", "--shapes", str(tmp_path), "--out", str(tmp_path / "none.json")])
+
+
+def test_rows_of_a_batch():
+    """As many as divide a rank's and have their losses computed on the CPU, the same on every rank."""
+    masks = [[1] * 300_000, *[[1]] * 23]
+    found = [rows_at_once(SimpleNamespace(token_ids=[[0]] * 24, masks=masks), world) for world in (1, 2, 4, 8)]
+    assert found == [3, 3, 3, 3]
+    masks[0] = [1] * 50
+    assert rows_at_once(SimpleNamespace(token_ids=[[0]] * 24, masks=masks), 8) == 3
+    assert rows_at_once(SimpleNamespace(token_ids=[[0]] * 24, masks=[[1] * 2**21] * 24), 1) == 1
 
 
 # ---- jobs in dry form -----------------------------------------------------------------------------------------------

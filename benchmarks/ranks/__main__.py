@@ -5,6 +5,7 @@
     python -m benchmarks.ranks call --gpus 8 --shapes SHAPES --out OUT     # at most ten minutes; again: goes on
     torchrun --nproc_per_node 8 -m benchmarks.ranks run time-fsdp2-8-miniswe20 --shapes SHAPES --out FILE   # one job
     python -m benchmarks.ranks fit --gpus 8 --memory 141GB --shapes SHAPES      # layers of Ling-3.0-flash that fit
+    python -m benchmarks.ranks model --shapes SHAPES      # what the planner's model says of 1 to 64 ranks; no GPU
     python -m benchmarks.ranks record OUT/ranks_jobs.json       # into benchmarks/results/ranks_h200.json, and a plot
 
 With --dry-run, `call` and `run` train tiny models on CPU processes over gloo. docs/ranks.md says what each job is.
@@ -20,6 +21,8 @@ from benchmarks.gpu.record import RESULTS
 from benchmarks.ranks.jobs import CALL_SECONDS, text_of
 
 RECORD = RESULTS / "ranks_h200.json"
+MODEL_RECORD = RESULTS / "ranks_model.json"
+COMMANDS = ("plan", "call", "run", "fit", "model", "record")
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -28,11 +31,12 @@ def command_line() -> argparse.ArgumentParser:
         prog="python -m benchmarks.ranks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    plan, call, run, fit, record = map(commands.add_parser, ("plan", "call", "run", "fit", "record"))
+    plan, call, run, fit, model, record = map(commands.add_parser, COMMANDS)
     for one in (plan, call, fit):
         one.add_argument("--gpus", type=int, required=True, help="2, 4 or 8")
     for one in (plan, call):
         one.add_argument("--seconds", type=float, default=CALL_SECONDS, help="of a call (default: %(default)s)")
+    model.add_argument("--dry-run", action="store_true", help="a few short rows")
     for one in (call, run, fit):
         one.add_argument("--dry-run", action="store_true", help="tiny models on the CPU")
         one.add_argument("--memory", help="of each GPU, such as 141GB, for the layers of the large model")
@@ -45,7 +49,8 @@ def command_line() -> argparse.ArgumentParser:
     run.add_argument("job", metavar="JOB")
     run.add_argument("--out", type=Path, required=True, help="the file to write")
     fit.add_argument("--out", type=Path, help="the file to write, for `record`")
-    for one in (run, fit):
+    model.add_argument("--out", type=Path, default=MODEL_RECORD, help="(default: %(default)s)")
+    for one in (run, fit, model):
         one.add_argument("--shapes", type=Path, required=True)
     record.add_argument("parts", type=Path, nargs="+")
     record.add_argument("--record", type=Path, default=RECORD)
@@ -59,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.command == "plan":
         print(text_of(options.gpus, options.seconds))
         return
-    modules = {"call": "calls", "run": "work", "fit": "fit", "record": "recorder"}
+    modules = {"call": "calls", "run": "work", "fit": "fit", "model": "model", "record": "recorder"}
     importlib.import_module(f"benchmarks.ranks.{modules[options.command]}").main(options)
 
 

@@ -1,17 +1,19 @@
 """A call: jobs on one host, each in processes of its own within a time limit."""
 
 import argparse
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import processes, record, runs, site
-from benchmarks.ranks.jobs import Job, jobs_for, waves_of
+from benchmarks.ranks.jobs import WORKLOADS, Job, jobs_for, waves_of
 
 LIMIT_FACTOR = 2.0  # of what a job is thought to take; one begins if at least its part is left
 COLD = 240.0  # seconds that the first jobs of a call have besides: a fresh machine tunes and compiles
@@ -56,16 +58,57 @@ class Bundle:
             self._stamps = stamps
 
 
+def check_host(jobs: Sequence[Job], options: argparse.Namespace) -> None:
+    """Before anything is started.
+
+    Raises:
+        SystemExit: fewer GPUs than asked for, or no shape file of a job.
+    """
+    import torch
+
+    there = torch.cuda.device_count()
+    if not options.dry_run and there < options.gpus:
+        raise SystemExit(f"expected {options.gpus} GPUs (--gpus), got {there}")
+    names = {WORKLOADS[job.workload].shapes for job in jobs}
+    missing = sorted(name for name in names if not (options.shapes / f"{name}.jsonl.gz").is_file())
+    if missing:
+        raise SystemExit(
+            f"expected {', '.join(f'{name}.jsonl.gz' for name in missing)} in {options.shapes} (--shapes)"
+        )
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Inside, no other call writes there.
+
+    Raises:
+        SystemExit: another one does.
+    """
+    with (folder / "call.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise SystemExit(f"expected a folder of its own for each call, got {folder}: another call runs") from None
+        yield
+
+
 def main(options: argparse.Namespace) -> None:
-    """Runs the jobs that the time allows; a job that an earlier call of this commit has done is not done again."""
+    """Runs the jobs of a call, alone in its folders."""
     begun = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that processes that were started end, too
     jobs = list(map(Job.parse, options.jobs)) or jobs_for(options.gpus)
     for job in jobs:
         if job.processes > options.gpus:
             raise SystemExit(f"expected jobs of at most {options.gpus} processes, got {job.name}")
     options.what = "ranks"
     runs.prepare(options)
+    check_host(jobs, options)
+    with alone_in(options.work), alone_in(options.out):
+        run(jobs, options, begun)
+
+
+def run(jobs: list[Job], options: argparse.Namespace, begun: float) -> None:
+    """Runs the jobs that the time allows; a job that an earlier call of this commit has done is not done again."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that processes that were started end, too
     if record.commit() is None:
         print("HARTS_COMMIT is not set: whatever earlier calls have left is done again", flush=True)
     bundle = Bundle(options.work, options.out / "ranks_jobs.json")

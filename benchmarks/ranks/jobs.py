@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 DIVISOR = 8  # every job takes as many rows as 1, 2, 4 and 8 processes divide: all of a workload train the same ones
 CALL_SECONDS = 560.0  # of a call, which a device machine ends after 600
-# Rows and tokens per second of one H200, Ling-3.0-tiny in bf16 (docs/performance.md, docs/gpu.md: 91,408 rows in
-# 10.1 s, 111,624 in 4.8 s; 587,331 tokens in 31.6 s packed and 105 s in stock TRL), and what several lose.
-TREE_SPEED, PACKED_SPEED, STOCK_SPEED, OF_IDEAL = 12_000, 18_000, 5_500, 0.8
+# Rows and tokens per second of one H200, Ling-3.0-tiny in bf16, the slowest of what was measured: trees of four and
+# eight groups in microbatches of 32,768 rows, 23,500 and 19,800 (ranks_h200.json), packed rows in as many 31,400,
+# stock TRL 13,600 (docs/performance.md); and what two GPUs keep of twice one's speed (0.74 to 0.79).
+TREE_SPEED, PACKED_SPEED, STOCK_SPEED, OF_IDEAL = 19_000, 30_000, 13_000, 0.7
 START, COMPILE = 60.0, 40.0  # seconds of a process before its first step, and of that step beside its work
-LONGEST = 300.0  # a step without sharing that takes longer is not run
+LONGEST = 200.0  # a step without sharing that takes longer is not run
 UNWARMED = 60.0  # a side whose step takes longer is timed without a step that is not
 
 
@@ -203,12 +204,12 @@ def jobs_for(gpus: int) -> list[Job]:
     names = [f"parity-{backend}-miniswe1" for backend in ("one-1", *several)]
     names += [f"time-{backend}-{MAIN}" for backend in ("one-1", *several)]
     names += [f"kill-{backend}-miniswe1" for backend in several]
-    names += [f"parity16-{backend}-miniswe1" for backend in ("one-1", *several)]
-    names += [f"large-{backend}-miniswe1" for backend in reversed(several)]
     names += [f"time-{backend}-tau50" for backend in ("one-1", *several)]
+    names += [f"large-{backend}-miniswe1" for backend in reversed(several)]
     for kind, workload in (("parity", "miniswe1"), ("time", MAIN)):
         names += [f"{kind}-{backend}-{count}-{workload}" for count in (4, 2) if count < gpus
                   for backend in ("fsdp2", "zero3")]  # fmt: skip
+    names += [f"parity16-{backend}-miniswe1" for backend in ("one-1", *several)]
     for backend in (f"ddp-{gpus}", f"fsdp2-kept-{gpus}"):
         names += [f"parity-{backend}-miniswe1", f"time-{backend}-{MAIN}"]
     names += [f"parity16-ddp-{gpus}-miniswe1", "time-one-1-miniswe4", f"time-fsdp2-{gpus}-miniswe4"]
@@ -242,7 +243,7 @@ def text_of(gpus: int, seconds: float = CALL_SECONDS) -> str:
     return "\n".join([
         f"# {gpus} GPUs, the most important first; what finds room runs side by side, each on GPUs of its own.",
         f"# A call ends after {seconds:.0f} s; the same call again goes on where one of this commit ended.",
-        "# Estimates are from one H200's speeds: none of these jobs has run on GPUs yet (docs/ranks.md).",
+        "# Estimates are from speeds of one and two H200s: none of these jobs has run on GPUs yet (docs/ranks.md).",
         *lines,
         f"python -m benchmarks.ranks call --gpus {gpus} --shapes SHAPES --out OUT",
         "python -m benchmarks.ranks record OUT/ranks_jobs.json",

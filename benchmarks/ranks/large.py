@@ -20,7 +20,7 @@ from benchmarks.gpu import record
 from benchmarks.ranks.clock import Steps
 from benchmarks.ranks.jobs import Job, Side, Step
 from benchmarks.ranks.models import FLASH, flash_configuration, with_whole_experts
-from benchmarks.ranks.rows import rollouts_of
+from benchmarks.ranks.rows import rollouts_of, rows_at_once
 from benchmarks.ranks.training import arguments, train
 from harts_hf.cli.dry_run.memory import Memory, memory_of
 from harts_hf.cli.launching import Launch
@@ -122,7 +122,15 @@ def run(job: Job, options: argparse.Namespace, *, rank: int, world: int) -> Any:
     side = Side("tree", budget)
     plan = [Step(side, step.role) for step in job.steps]
     args = arguments(
-        rollouts, job.backend, world, len(plan), exact=dry, dry=dry, budget=budget, hollow=job.backend == "fsdp2"
+        rollouts,
+        job.backend,
+        world,
+        len(plan),
+        exact=dry,
+        dry=dry,
+        budget=budget,
+        rows=rows_at_once(rollouts, world),
+        hollow=job.backend == "fsdp2",
     )
     config = flash_configuration(fits["layers"], dry=dry)
     dtype = torch.float32 if dry else torch.bfloat16

@@ -17,12 +17,10 @@ from harts_hf.bench.sides import common_arguments
 from harts_hf.bench.subject import word_tokenizer
 from harts_hf.trainers import TreeGRPOConfig, TreeGRPOTrainer
 
-BATCH = 1  # rows of a micro-step: TRL pads them to the longest of a generation
-
 
 def arguments(
     rollouts: StepRollouts, backend: str, world: int, steps: int, *, exact: bool, dry: bool, budget: int,
-    placement: str = "auto", hollow: bool = False,
+    rows: int, placement: str = "auto", hollow: bool = False,
 ) -> TreeGRPOConfig:  # fmt: skip
     """Of the trainers; the learning rate is set step by step.
 
@@ -34,6 +32,7 @@ def arguments(
         exact: float32; else bfloat16.
         dry: on a CPU.
         budget: rows of a microbatch.
+        rows: of a rank's batch, which divide a rank's; TRL pads them to the longest of a generation.
         placement: ``tree_placement``.
         hollow: whether FSDP2 is given a model without memory, whose shards are filled afterwards.
     """
@@ -42,8 +41,8 @@ def arguments(
     if hollow:
         options["fsdp_config"]["cpu_ram_efficient_loading"] = True
     return common_arguments(
-        output_dir=tempfile.mkdtemp(prefix="harts_ranks_"), per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=count // world // BATCH, steps_per_generation=count // world // BATCH,
+        output_dir=tempfile.mkdtemp(prefix="harts_ranks_"), per_device_train_batch_size=rows,
+        gradient_accumulation_steps=count // world // rows, steps_per_generation=count // world // rows,
         num_generations=count, max_completion_length=max(map(len, rollouts.masks)), learning_rate=1.0,
         optim="sgd", max_steps=steps, bf16=not exact, use_cpu=dry, gradient_checkpointing=True,
         gradient_checkpointing_kwargs={"use_reentrant": False}, dataloader_pin_memory=False, max_grad_norm=0.0,
@@ -70,7 +69,7 @@ def train(
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     if not stock:
-        trainer._tree.budgets.begins_again = False  # a size that does not fit is a result
+        trainer.tree_policy.budgets.begins_again = False  # a size that does not fit is a result
     steps.trainer = trainer
     with steps.watching():
         trainer.train()

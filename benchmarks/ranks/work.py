@@ -15,11 +15,11 @@ from benchmarks.gpu.registry import SEED
 from benchmarks.ranks import large
 from benchmarks.ranks.clock import Steps
 from benchmarks.ranks.jobs import WORKLOADS, Job, Side, Step
+from benchmarks.ranks.model import bounds
 from benchmarks.ranks.models import NAME, build, configuration
-from benchmarks.ranks.rows import rollouts_of
+from benchmarks.ranks.rows import rollouts_of, rows_at_once
 from benchmarks.ranks.training import arguments, train
-from harts_hf.planner import PlannerConfig, plan_window
-from harts_hf.tree import RolloutTree
+from harts_hf.planner import PlannerConfig
 
 DRY_DIVISOR, DRY_SMALLEST = 128, 64  # of budgets
 # Of steps that move weights: enough that they move by more than a bfloat16 weight rounds.
@@ -37,16 +37,6 @@ def dry_steps(steps: list[Step]) -> list[Step]:
         if role != "timed" or found.count(Step(small[side], role)) < 2:
             found.append(Step(small[side], role))
     return found
-
-
-def bounds(tree: RolloutTree, config: PlannerConfig, world: int) -> dict[str, float]:
-    """Estimated seconds: of the plan for one rank over the ranks, and of the longest row alone on a rank."""
-    alone = PlannerConfig(max_tokens_per_microbatch=config.max_tokens_per_microbatch, cost=config.cost)
-    longest = RolloutTree.from_shape([-1], [int(tree.trajectory_lengths.max())], [0])
-    return {
-        "mean": plan_window(tree, alone).estimated_seconds / world,
-        "path": plan_window(longest, alone).estimated_seconds,
-    }
 
 
 def main(options: argparse.Namespace) -> None:
@@ -74,9 +64,10 @@ def main(options: argparse.Namespace) -> None:
     budget = max(
         (side.size for side, _ in plan if side.kind != "stock"), default=PlannerConfig.max_tokens_per_microbatch
     )
+    rows = job.sides[0].size if job.kind == "stock" else rows_at_once(rollouts, world)
     content = {
         **record.about(), **about(job), "model": NAME, "layers": config.num_hidden_layers,
-        "dtype": str(dtype).removeprefix("torch."), "trajectories": len(rollouts.token_ids),
+        "dtype": str(dtype).removeprefix("torch."), "trajectories": len(rollouts.token_ids), "rows_per_batch": rows,
         "tokens": rollouts.num_tokens, "unique_tokens": rollouts.tree.num_tokens,
     }  # fmt: skip
     if rank == 0:
@@ -94,7 +85,7 @@ def main(options: argparse.Namespace) -> None:
         options.out.with_suffix(f".{rank}.pid").write_text(str(os.getpid()))
     steps = Steps(plan, rate=RATE, save=save, kill=kill, sketches=kill is None)
     args = arguments(
-        rollouts, job.backend, world, len(plan), exact=exact, dry=dry, budget=budget,
+        rollouts, job.backend, world, len(plan), exact=exact, dry=dry, budget=budget, rows=rows,
         # Rows of all ranks on all ranks is what may go wrong.
         placement="global" if job.kind.startswith("parity") else "auto",
     )  # fmt: skip

@@ -54,7 +54,7 @@ def without_checkpointing(model: Any, activation_checkpointing_kwargs: dict[str,
 
 
 def check_keys(kwargs: Mapping[str, Any] | None) -> None:
-    """Refuses keys of ``gradient_checkpointing_kwargs`` that nobody reads: PyTorch would hand them on to the layers,
+    """Refuses keys of ``activation_checkpointing_kwargs`` that nobody reads: PyTorch would hand them on to the layers,
     which take any.
 
     Raises:
@@ -64,13 +64,13 @@ def check_keys(kwargs: Mapping[str, Any] | None) -> None:
     if unknown:
         selective = " ('selective' is for TRL's stock SFTTrainer; every_n_layers=2 recomputes less, too)"
         raise ValueError(
-            f"expected gradient_checkpointing_kwargs to have no other keys than {', '.join(sorted(KEYS))}, got "
+            f"expected activation_checkpointing_kwargs to have no other keys than {', '.join(sorted(KEYS))}, got "
             f"{', '.join(map(repr, unknown))}{selective if 'selective' in unknown else ''}"
         )
 
 
 def checkpointed_every(kwargs: Mapping[str, Any] | None) -> int:
-    """Of how many layers one is checkpointed, by ``gradient_checkpointing_kwargs``: the first, and every n-th.
+    """Of how many layers one is checkpointed, by ``activation_checkpointing_kwargs``: the first, and every n-th.
 
     Raises:
         ValueError: no integer of at least 1.
@@ -78,7 +78,7 @@ def checkpointed_every(kwargs: Mapping[str, Any] | None) -> int:
     every = (kwargs or {}).get("every_n_layers", 1)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(
-            f"expected every_n_layers of gradient_checkpointing_kwargs to be an integer of at least 1, got {every!r}"
+            f"expected every_n_layers of activation_checkpointing_kwargs to be an integer of at least 1, got {every!r}"
         )
     return every
 

@@ -74,7 +74,7 @@ def cut_greedily(
             stop = min(stop, bisect_right(table.lists.with_partial, room, at) - 1)
         stop = max(stop, at + 1)
         if limits.aligned:
-            stop = _aligned(table, at, stop, chunk_size)
+            stop = aligned(table, at, stop, chunk_size)
         if limits.closing:
             stop = _closing(table.lists.above, at, stop, holders)
             holders.append(min(table.lists.above[at:stop]))
@@ -89,7 +89,7 @@ def _fits_again(again: int, limits: PieceLimits, chunk_size: int) -> bool:
     return again + chunk_size <= limits.rows and (limits.linear_rows is None or linear_rows <= limits.linear_rows)
 
 
-def _aligned(table: CutTable, at: int, stop: int, chunk_size: int) -> int:
+def aligned(table: CutTable, at: int, stop: int, chunk_size: int) -> int:
     """``stop`` or a cut shortly before it that leaves no chunk node unfinished."""
     partial, position = table.lists.partial, table.lists.position
     best = stop

@@ -2,7 +2,8 @@
 
 A forward of a trunk (``S`` or ``F``) makes its values; the latest one counts. They live until the last op that reads
 them before the trunk's next forward; a ``B`` reads too, since activation checkpointing runs its layers again. A
-forward that nobody reads makes none. Gradient sums live from the first dependent's ``B`` to the trunk's own.
+forward that nobody reads makes none. Gradient sums live from the first dependent's ``B`` to the trunk's own, also
+where its values are made again meanwhile.
 """
 
 from collections.abc import Iterable, Sequence
@@ -61,12 +62,15 @@ def gradient_lives(ops: Sequence[Op], trunks: Sequence[IntArray]) -> list[Life]:
 def handoff_lives(ops: Sequence[Op], trunks: Sequence[IntArray]) -> list[Life]:
     """When values or gradient sums are alive, sorted; arguments as for :func:`value_lives`."""
     begun = {trunk: (first, last) for trunk, first, last in gradient_lives(ops, trunks)}
-    lives = []
-    for trunk, first, last in value_lives(ops, trunks):
+    lives: list[Life] = []
+    for trunk, first, last in sorted(value_lives(ops, trunks)):
         if trunk in begun and first <= begun[trunk][0] <= last:
             last = begun[trunk][1]
-        lives.append((trunk, first, last))
-    return sorted(lives)
+        if lives and lives[-1][0] == trunk and first <= lives[-1][2]:  # values made again beside gradient sums
+            lives[-1] = (trunk, lives[-1][1], max(last, lives[-1][2]))
+        else:
+            lives.append((trunk, first, last))
+    return lives
 
 
 def amounts_alive(size: int, parts: Iterable[tuple[int, int, int]]) -> IntArray:

@@ -5,6 +5,7 @@ from itertools import combinations
 
 import numpy as np
 
+from harts_hf.planner.blocks import block_trials
 from harts_hf.planner.config import PlannerConfig
 from harts_hf.planner.leaf_table import LeafTable
 from harts_hf.planner.orders import LimitError
@@ -48,6 +49,12 @@ def best_schedule(tree: RolloutTree, config: PlannerConfig) -> Schedule:
             continue
         if len(found[0].microbatches) > MANY_PIECES:
             break
+    if task.execution == "nested" and config.world_size > 1 and config.sharing != "always" and config.handoff:
+        for walks, cuts in block_trials(task, walk, _leaf_table(task, walk)):
+            try:
+                found.append(build_schedule(task, walks, cuts))
+            except LimitError as error:
+                failures.append(error)
     if not found:
         raise _no_schedule(config, failures)
     if owners and int(_units(task, walk)[-1] + 1) * config.world_size <= FEW_MOVES:
@@ -77,9 +84,7 @@ def _placements(task: Task, walk: Walk) -> list[IntArray]:
     config = task.config
     if config.world_size == 1:
         return []
-    leaves = LeafTable.build(
-        walk, chunk_size=config.chunk_size, step_parts=task.step_parts, world_size=config.world_size
-    )
+    leaves = _leaf_table(task, walk)
     if config.sharing == "always":
         return [place_roots(leaves, config.world_size)]
     slot_seconds = task.seconds_per.microbatches + task.seconds_per.calls
@@ -89,6 +94,13 @@ def _placements(task: Task, walk: Walk) -> list[IntArray]:
         if not any(np.array_equal(owner, other) for other in found):
             found.append(owner)
     return found
+
+
+def _leaf_table(task: Task, walk: Walk) -> LeafTable:
+    config = task.config
+    return LeafTable.build(
+        walk, chunk_size=config.chunk_size, step_parts=task.step_parts, world_size=config.world_size
+    )
 
 
 def _units(task: Task, walk: Walk) -> IntArray:

@@ -10,7 +10,7 @@ from harts_hf.planner.assembly import assemble
 from harts_hf.planner.config import Execution, PlannerConfig
 from harts_hf.planner.cost import DEFAULT_COST, CostModel, UnitSeconds
 from harts_hf.planner.cuts import Piece, PieceLimits, cut_evenly, cut_greedily, cut_whole_paths
-from harts_hf.planner.execution import Op, interleave
+from harts_hf.planner.execution import Op, block_ops, interleave
 from harts_hf.planner.memory import graph_tokens, handed_bytes
 from harts_hf.planner.microbatch import Microbatch
 from harts_hf.planner.orders import LimitError, join_needs, order_ops
@@ -23,6 +23,8 @@ EXTRA_PIECES = 4
 FEW_PIECES = 16
 # Above this many microbatches the trials are ranked by rough estimates and only the best is built.
 MANY_PIECES = 48
+# Graphs that a rank has open at once in the nested words that are tried on several ranks.
+BLOCKS = (1, 2)
 Cuts = list[list[Piece]]
 
 
@@ -186,27 +188,38 @@ def _ordered(task: Task, microbatches: list[Microbatch], accounts: Accounts, num
             failures.append(error)
     if failures:  # what works has to work on every rank
         raise LimitError(join_needs(failure.needed for failure in failures), config)
-    if task.execution == "nested" and num_ranks > 1:
-        rank_ops = _interleaved(config, rank_ops, microbatches, accounts)
-    return Schedule(
-        tree=task.tree,
-        microbatches=tuple(microbatches),
-        config=config,
-        execution=task.execution,
-        rank_ops=tuple(rank_ops),
-        accounts=accounts,
-    )
+
+    def schedule(ops: Sequence[Sequence[Op]]) -> Schedule:
+        return Schedule(
+            tree=task.tree,
+            microbatches=tuple(microbatches),
+            config=config,
+            execution=task.execution,
+            rank_ops=tuple(map(tuple, ops)),
+            accounts=accounts,
+        )
+
+    if task.execution != "nested" or num_ranks == 1:
+        return schedule(rank_ops)
+    words = [rank_ops]
+    limit = config.max_graph_tokens or max(max(graph_tokens(ops, microbatches), default=0) for ops in rank_ops)
+    forward = [task.cost.forward.seconds(measured.work) for measured in accounts.measures]
+    words += [[block_ops(own, most, limit, forward) for own in by_rank] for most in BLOCKS]
+    found = [schedule(ops) for ops in _interleaved(config, words, microbatches, accounts, limit)]
+    return min(found, key=lambda one: one.estimated_seconds)
 
 
 def _interleaved(
-    config: PlannerConfig, rank_ops: list[tuple[Op, ...]], microbatches: list[Microbatch], accounts: Accounts
-) -> list[tuple[Op, ...]]:
-    """Nested words that fit one another better, if they keep the limits and no rank holds more than one did before."""
-    peak = max(max(graph_tokens(ops, microbatches), default=0) for ops in rank_ops)
+    config: PlannerConfig, words: Sequence[Sequence[Sequence[Op]]], microbatches: Sequence[Microbatch],
+    accounts: Accounts, limit: int,
+) -> Iterator[Sequence[Sequence[Op]]]:  # fmt: skip
+    """Nested words of all ranks, several to try, each also so that they fit one another better; the first as it is if
+    none keeps the limit of handed bytes."""
     rows = [microbatch.num_rows for microbatch in microbatches]
-    words = [tuple(ops) for ops in interleave(rank_ops, rows, config.max_graph_tokens or peak)]
-    if config.max_handoff_bytes is not None:
-        for ops in words:
-            if handed_bytes(ops, microbatches, accounts.handed).max(initial=0) > config.max_handoff_bytes:
-                return rank_ops
-    return words
+    within = config.max_handoff_bytes
+    for number, ops in enumerate(words):
+        for fitted in (interleave(ops, rows, limit), ops):
+            peaks = [handed_bytes(own, microbatches, accounts.handed) for own in fitted] if within is not None else []
+            if (number == 0 and fitted is ops) or all(peak.max(initial=0) <= (within or 0) for peak in peaks):
+                yield fitted
+                break

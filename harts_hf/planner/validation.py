@@ -127,7 +127,7 @@ def check_lives(ops: Sequence[Op], lives: Sequence[Life], microbatches: Sequence
     for life in lives:
         begins.setdefault(life[1], []).append(life)
         assert ops[life[1]][1] == life[0] and ops[life[1]][0] != "B", "states that no forward made"
-    forward, backward, first, last = (np.full(len(microbatches), -1) for _ in range(4))
+    forward, backward, first, last, made = (np.full(len(microbatches), -1) for _ in range(5))
     for time, (kind, index) in enumerate(ops):
         if kind == "B":
             backward[index] = time
@@ -138,7 +138,9 @@ def check_lives(ops: Sequence[Op], lives: Sequence[Life], microbatches: Sequence
             forward[index] = time
         elif kind == "B":
             assert (last[trunks] == backward[trunks]).all(), "gradients freed before the trunk's backward"
-            assert (first[trunks] < forward[index]).all(), "states made again between a forward and its backward"
+            assert (made[trunks] < forward[index]).all(), "states made again between a forward and its backward"
+        if kind != "B":
+            made[index] = time
         for trunk, begin, end in begins.get(time, ()):
             assert last[trunk] < begin, "states of a trunk that are alive twice"
             first[trunk], last[trunk] = begin, end

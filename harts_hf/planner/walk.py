@@ -92,7 +92,7 @@ class Walk:
         """
         height = self.height
         key = np.where(self.parent < 0, np.arange(self.num_segments), height if deepest == "last" else -height)
-        return self._in_order(_depth_first(self.parent.tolist(), np.argsort(key, kind="stable").tolist()))
+        return self.in_order(_depth_first(self.parent.tolist(), np.argsort(key, kind="stable").tolist()))
 
     def take(self, segments: IntArray, owned: NDArray[np.bool_]) -> "Walk":
         """Some segments, closed under parents, in the same order.
@@ -101,9 +101,15 @@ class Walk:
             segments: ``[k]`` their numbers, ascending.
             owned: ``[S]`` bool, which segments the selection owns.
         """
-        return self._in_order(segments, owned=owned)
+        return self.in_order(segments, owned=owned)
 
-    def _in_order(self, order: IntArray, owned: NDArray[np.bool_] | None = None) -> "Walk":
+    def in_order(self, order: IntArray, owned: NDArray[np.bool_] | None = None) -> "Walk":
+        """Some segments, closed under parents, in an order of their own that is depth-first.
+
+        Args:
+            order: ``[k]`` their numbers.
+            owned: ``[S]`` bool, which segments the selection owns; None for those that this walk does.
+        """
         number = np.full(self.num_segments + 1, -1, np.int64)
         number[order] = np.arange(len(order))
         return Walk(

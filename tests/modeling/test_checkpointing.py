@@ -57,7 +57,7 @@ def test_keys_that_nobody_reads(tmp_path, key):
     kwargs = {"use_reentrant": False, "early_stop": False, key: 2}
     message = rf"no other keys than context_fn, .*, use_reentrant, got '{key}'"
     for trainer, config in ((TreeGRPOTrainer, TreeGRPOConfig), (TreeSFTTrainer, TreeSFTConfig)):
-        args = config(output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing_kwargs=kwargs)
+        args = config(output_dir=str(tmp_path), use_cpu=True, bf16=False, activation_checkpointing_kwargs=kwargs)
         rewards = [len] if trainer is TreeGRPOTrainer else []
         with pytest.raises(ValueError, match=message):
             trainer(tiny_model("qwen3_5_text"), *rewards, args=args, **DATA)

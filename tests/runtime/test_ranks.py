@@ -190,6 +190,14 @@ def test_random_placements(name, monkeypatch):
     check_one_forest(3, *CASES[name])
 
 
+def made_again_beside_gradients(word, schedule):
+    """Whether a trunk runs ``F`` for a reader after another reader's backward."""
+    place = {op: number for number, op in enumerate(word)}
+    readers = [(trunk, one.id) for one in schedule.microbatches for trunk in one.trunks if ("F", trunk) in place]
+    before = {trunk for trunk, reader in readers if place["B", reader] < place["F", trunk]}
+    return bool(before & {trunk for trunk, reader in readers if place["F", reader] > place["F", trunk]})
+
+
 @pytest.mark.exhaustive
 def test_skipped_on_ranks(monkeypatch):
     """Nested words that are aligned with dummies skip the scoring pass, exactly."""
@@ -199,6 +207,7 @@ def test_skipped_on_ranks(monkeypatch):
     assert all(report.scoring_skipped for report in reports)
     words = [reports[0].window.schedule.rank_ops[rank] for rank in range(3)]
     assert len({"".join(kind for kind, _ in word) for word in words}) > 1
+    assert any(made_again_beside_gradients(word, reports[0].window.schedule) for word in words)
     assert_gradients_close(found, expected(supervised, parts(3)), GRADIENT_TOLERANCE)
 
 

@@ -8,7 +8,7 @@ from harts_hf import PlannerConfig, RolloutTree, Schedule
 from harts_hf.batch import TreeBatch
 from harts_hf.modeling import TreePass, Wanted
 from harts_hf.modeling.handoff import Handoff
-from harts_hf.planner.execution import keep_ops, nested_ops, replay_ops
+from harts_hf.planner.execution import block_ops, keep_ops, nested_ops, replay_ops
 from harts_hf.planner.microbatch import Microbatch
 
 
@@ -131,6 +131,10 @@ def random_placement(tree: RolloutTree, seed: int, execution: str, world_size: i
         readable = {trunk for microbatch in mine for trunk in microbatch.trunks}
         chosen = frozenset(trunk for trunk in sorted(readable) if rng.random() < 0.3)
         ops = {"replay": replay_ops, "nested": nested_ops}[execution](mine, chosen) if mine else []
+        if (
+            execution == "nested" and rank % 2 == 0
+        ):  # states made again for some readers, beside the gradients of others
+            ops = block_ops(mine, 2, tree.num_tokens, [1.0] * len(microbatches))
         rank_ops.append(tuple(ops))
     config = PlannerConfig(
         max_tokens_per_microbatch=max(64, tree.num_tokens),

@@ -29,6 +29,7 @@ from harts_hf.trainers.routed_experts import RouterShape, read_routed_experts
 FAMILY = "bailing_hybrid"  # 3 layers, the first without experts; 8 experts, 2 per token
 OPTIONS = {
     "family": FAMILY,
+    "make_model": tiny_model,
     "gradient_checkpointing": True,  # layers that are computed again take the same experts
     "learning_rate": 0.0,
     "num_iterations": 2,
