@@ -213,7 +213,8 @@ def _check_rows(rows: Any, args: TreeSFTConfig, kwargs: dict[str, Any]) -> None:
 
 
 def _refuse(args: TreeSFTConfig, kwargs: dict[str, Any]) -> None:
-    check_keys(args.activation_checkpointing_kwargs)  # before TRL takes out what the tree has no use for
+    checkpointing: Any = args.activation_checkpointing_kwargs
+    check_keys(checkpointing)  # before TRL takes out what the tree has no use for
     refused = [
         (args.packing, "packing=True (a tree has no padding): set packing=False"),
         (args.eval_packing, "eval_packing=True (a tree has no padding): leave eval_packing out"),
