@@ -30,6 +30,7 @@ def test_fit():
     assert found["largest_residual"] > 0.3 and found["exponent"] == pytest.approx(2)
 
 
+@pytest.mark.exhaustive
 def test_runs_go_on_and_refuse(tmp_path, monkeypatch, capsys):
     """The first size sets the limit of handed bytes; what is done is not done again; nothing is timed without parity,
     nor begun that would end too late."""

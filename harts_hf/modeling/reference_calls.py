@@ -23,14 +23,13 @@ def references_of(forward: FunctionType) -> dict[str, Callable[..., Any]]:
 
     One that has found a package, or that a package of Hub kernels has replaced, is left out.
     """
-    found = {}
+    found: dict[str, Callable[..., Any]] = {}
     for name in forward.__code__.co_names:
         called = forward.__globals__.get(name)
         if isinstance(called, FunctionType) and called.__code__.co_filename == hub_kernels.__file__:
-            held = inspect.getclosurevars(called).nonlocals
-            reference = held.get("torch_function")
-            if reference is not None and held.get("implementation") is reference:
-                found[name] = reference
+            held: Any = inspect.getclosurevars(called).nonlocals
+            if "torch_function" in held and held.get("implementation") is held["torch_function"]:
+                found[name] = held["torch_function"]
     return found
 
 

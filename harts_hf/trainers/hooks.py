@@ -74,7 +74,8 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints,
                 arguments are among them.
             kwargs: of the constructor.
         """
-        model, args = positional[0], next(one for one in positional if isinstance(one, self._config_class))
+        model = positional[0]
+        args: Any = next(one for one in positional if isinstance(one, self._config_class))
         if isinstance(model, nn.Module):  # TRL would fail on the wrapper of torch.compile, without a word about it
             check_uncompiled(model)
         check_reference(model, args, is_adapted=kwargs.get("peft_config") is not None)

@@ -73,6 +73,7 @@ def test_its_commands(there, capsys):
     assert before.keys() == model.state_dict().keys()
 
 
+@pytest.mark.exhaustive
 def test_its_script(there):
     """The script on a single GPU, here on a CPU; what it saves loads."""
     from examples.digit import Digit

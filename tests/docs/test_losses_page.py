@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from support.models import VOCAB, tiny_model
@@ -41,6 +42,7 @@ def expanded_loss(model, reference, pairs, beta):
     return -F.logsigmoid(beta * torch.stack(margins)).mean()
 
 
+@pytest.mark.exhaustive
 def test_dpo():
     """In one microbatch's window and in several; measured 1e-13 of the largest gradient."""
     code = re.search(r"```python\n(.*?)```", DOCUMENT.read_text(), re.S).group(1)

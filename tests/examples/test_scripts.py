@@ -116,6 +116,7 @@ def test_own_loss(tiny, run, capsys):
     assert len(losses) == 5 and losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.exhaustive
 def test_notebook(run, monkeypatch, tmp_path):
     """Its cells run in order, in one interpreter; the log-probs that it compares are equal."""
     notebook = json.loads((EXAMPLES / "first_steps.ipynb").read_text())

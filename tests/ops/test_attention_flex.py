@@ -70,6 +70,7 @@ def test_no_tree_compiles_anew(compilations: CompileCounter):
         assert compilations.frame_count == 2, f"after tree {number}"
 
 
+@pytest.mark.exhaustive
 def test_too_many_compilations_are_an_error(compilations: CompileCounter, monkeypatch: pytest.MonkeyPatch):
     """Past the limit PyTorch would run the whole square of scores, uncompiled; that must not happen unseen."""
     monkeypatch.setattr(flex, "_MOST_COMPILATIONS", 1)

@@ -38,7 +38,7 @@ def test_the_estimate_is_the_slowest_op_of_each_slot(shape, world_size, executio
     assert schedule.estimated_seconds == pytest.approx(seconds, rel=1e-12)
 
 
-@pytest.mark.essential("3-5-25")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("world_size", "segments", "count"), [(2, 7, 12), (3, 5, 25)])
 def test_small_forests_against_exhaustive_search(world_size, segments, count):
     """At most 1.02 of the fastest plan there is in the mean, 1.10 at worst (measured on 300: 1.002 and 1.045)."""
@@ -176,6 +176,7 @@ def test_world_counts_refuse_no_values():
         count_world(schedule, num_values=0)
 
 
+@pytest.mark.exhaustive
 def test_text_of_very_many_ranks_is_short():
     """The ops of 64 ranks are listed, the others counted; numbers agree with their nouns."""
     tree = RolloutTree.from_shape([-1], [3], [0])

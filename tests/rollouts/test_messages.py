@@ -247,6 +247,7 @@ def nested(arguments):
     ],
     ids=["arguments", "every depth", "content", "tools", "no content"],
 )
+@pytest.mark.filterwarnings("ignore:.*nothing of it would be trained")
 def test_parquet_gives_the_tokens_of_json_lines(make, rows, tmp_path):
     """Fields that Parquet fills with null, in messages and tools and at every depth, are as absent."""
     rows = [{"group": "a", **row} for row in rows]

@@ -249,6 +249,7 @@ def test_unknown_log_probs():
         ([{"parent": [-1], "length": [3], "sample_node": [0], "group": "s"}], {}, "got a shape without content"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*nothing of it would be trained")
 def test_what_cannot_be_trained_is_refused(rows, options, message):
     """When the recording is made, by the names of rows."""
     with pytest.raises(ValueError, match=message):

@@ -81,10 +81,12 @@ def import_ours() -> None:
 
 
 def listening(path: Path) -> socket.socket:
-    """At a path."""
+    """At a path, which is there once it listens: others wait for it."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
+    early = path.with_suffix(".early")
+    listener.bind(str(early))
     listener.listen(64)
+    early.rename(path)
     return listener
 
 

@@ -106,6 +106,7 @@ def test_one_sync_a_step_and_ratios_of_one(server, tmp_path):
         assert log["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_a_sync_that_does_not_arrive_stops_the_run(server, tmp_path):
     """Before the step's first turn is sampled, and before the update."""
     server.sync.arrives = False

@@ -322,6 +322,7 @@ def says(content, **more):
     ],
     ids=["prompt", "no-turn", "requests", "demonstration", "greeting", "weights", "sharegpt"],
 )
+@pytest.mark.filterwarnings("ignore:.*nothing of it would be trained")
 def test_answers_that_nobody_sampled_are_context(row, trained, template, tmp_path):
     """Of whole conversations too, where a template's own mask is of all answers."""
     (tmp_path / "r.jsonl").write_text(json.dumps(row) + "\n")
