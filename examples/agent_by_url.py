@@ -9,12 +9,10 @@ The agent is any function that takes a task and an endpoint (docs/agents.md): it
 import sys
 
 import torch
+from arguments import arguments
 from datasets import Dataset
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
-
-if len(sys.argv) != 2:
-    sys.exit("usage: python examples/agent_by_url.py MODEL (a folder, such as examples/tiny.py makes, or a name)")
 
 try:
     import openai
@@ -22,6 +20,8 @@ try:
     from harts_hf.rollouts import AgentRolloutCollector, agent_reward
 except ImportError as error:
     sys.exit(f'agents by URL need an extra: in the clone, pip install -e ".[agents]" ({error})')
+
+(model_name,) = arguments("MODEL")
 
 
 def agent(task, *, base_url, api_key):
@@ -48,7 +48,7 @@ args = TreeGRPOConfig(
     bf16=torch.cuda.is_available(),
 )
 trainer = TreeGRPOTrainer(
-    model=sys.argv[1],
+    model=model_name,
     reward_funcs=agent_reward,
     args=args,
     train_dataset=Dataset.from_dict({"prompt": ["Name a colour.", "Name a fruit."]}),

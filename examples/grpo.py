@@ -3,17 +3,15 @@
 python examples/grpo.py path/to/a/hybrid/model
 """
 
-import sys
-
 import torch
+from arguments import arguments
 from datasets import Dataset
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.rollouts.engines import TurnRequest
 from harts_hf.rollouts.engines.opening import open_engine
 
-if len(sys.argv) != 2:
-    sys.exit("usage: python examples/grpo.py MODEL (a folder, such as examples/tiny.py makes, or a name)")
+(model_name,) = arguments("MODEL")
 
 QUESTION = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 AGAIN = "<|im_end|>\n<|im_start|>user\nShorter, please.<|im_end|>\n<|im_start|>assistant\n"
@@ -64,7 +62,7 @@ args = TreeGRPOConfig(
     bf16=torch.cuda.is_available(),
 )
 trainer = TreeGRPOTrainer(
-    model=sys.argv[1],
+    model=model_name,
     reward_funcs=reward,
     args=args,
     train_dataset=Dataset.from_dict({"prompt": ["Name a colour.", "Name a fruit.", "Name a river."]}),

@@ -7,20 +7,19 @@ python examples/lora.py path/to/a/hybrid/model
 import sys
 
 import torch
+from arguments import arguments
 from datasets import Dataset
 from digit import Digit
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.rollouts import TreeRolloutCollector, environment_reward
 
-if len(sys.argv) != 2:
-    sys.exit("usage: python examples/lora.py MODEL (a folder, such as examples/tiny.py makes, or a name)")
-
 try:
     from peft import LoraConfig
 except ModuleNotFoundError:
     sys.exit('adapters need PEFT: in the clone, pip install -e ".[peft]"')
 
+(model_name,) = arguments("MODEL")
 args = TreeGRPOConfig(
     output_dir="outputs/lora",
     num_generations=8,
@@ -33,7 +32,7 @@ args = TreeGRPOConfig(
     bf16=torch.cuda.is_available(),
 )
 trainer = TreeGRPOTrainer(
-    model=sys.argv[1],
+    model=model_name,
     reward_funcs=environment_reward,
     args=args,
     train_dataset=Dataset.from_dict({"prompt": ["Guess my number."] * 4}),

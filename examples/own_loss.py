@@ -6,19 +6,18 @@
 """
 
 import copy
-import sys
 
 import torch
 import torch.nn.functional as F
+from arguments import arguments
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harts_hf import PlannerConfig, tree_logprobs
 
-if len(sys.argv) != 2:
-    sys.exit("usage: python examples/own_loss.py MODEL (a folder, such as examples/tiny.py makes, or a name)")
+(model_name,) = arguments("MODEL")
 
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(model_name)
+model = AutoModelForCausalLM.from_pretrained(model_name)
 reference = copy.deepcopy(model).requires_grad_(False)
 planner = PlannerConfig(max_tokens_per_microbatch=16384)
 pairs = [

@@ -3,17 +3,15 @@
 python examples/ppo.py path/to/a/hybrid/model
 """
 
-import sys
-
 import torch
+from arguments import arguments
 from datasets import Dataset
 from digit import Digit
 
 from harts_hf import TreePPOConfig, TreePPOTrainer
 from harts_hf.rollouts import TreeRolloutCollector, environment_reward
 
-if len(sys.argv) != 2:
-    sys.exit("usage: python examples/ppo.py MODEL (a folder, such as examples/tiny.py makes, or a name)")
+(model_name,) = arguments("MODEL")
 
 args = TreePPOConfig(
     output_dir="outputs/ppo",
@@ -31,7 +29,7 @@ args = TreePPOConfig(
     bf16=torch.cuda.is_available(),
 )
 trainer = TreePPOTrainer(
-    model=sys.argv[1],
+    model=model_name,
     reward_funcs=environment_reward,
     args=args,
     train_dataset=Dataset.from_dict({"prompt": ["Guess my number."] * 4}),

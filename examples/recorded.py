@@ -5,18 +5,14 @@
 The last word is the key of the rows that says which task each is of; without it rows say so by `group`.
 """
 
-import sys
-
 import torch
+from arguments import arguments
 from transformers import AutoTokenizer
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.rollouts import RecordedRollouts, recorded_reward
 
-if len(sys.argv) not in (3, 4):
-    sys.exit("usage: python examples/recorded.py MODEL ROLLOUTS [GROUP_KEY] (MODEL: a folder, or a name)")
-
-model, traces, *key = sys.argv[1:]
+model, traces, *key = arguments("MODEL ROLLOUTS [GROUP_KEY]")
 tokenizer = AutoTokenizer.from_pretrained(model)
 recorded = RecordedRollouts(traces, tokenizer=tokenizer, group_key=key[0] if key else None, logprobs="rescored")
 print("rollouts of each group:", recorded.group_sizes)

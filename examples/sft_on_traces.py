@@ -7,18 +7,14 @@ will do.
 The last word is the key of its rows that says which task each is of; without it rows say so by `group`.
 """
 
-import sys
-
 import torch
+from arguments import arguments
 from transformers import AutoTokenizer
 
 from harts_hf import TreeSFTConfig, TreeSFTTrainer
 from harts_hf.rollouts import supervised_dataset
 
-if len(sys.argv) not in (3, 4):
-    sys.exit("usage: python examples/sft_on_traces.py MODEL ROLLOUTS [GROUP_KEY] (MODEL: a folder, or a name)")
-
-model, traces, *key = sys.argv[1:]
+model, traces, *key = arguments("MODEL ROLLOUTS [GROUP_KEY]")
 tokenizer = AutoTokenizer.from_pretrained(model)
 rows = supervised_dataset(
     traces,

@@ -6,17 +6,15 @@
 All processes' trajectories of a step make one forest, which the planner divides (docs/ranks.md).
 """
 
-import sys
-
 import torch
+from arguments import arguments
 from datasets import Dataset
 from digit import Digit
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 from harts_hf.rollouts import TreeRolloutCollector, environment_reward
 
-if len(sys.argv) != 2:
-    sys.exit("usage: python examples/two_processes.py MODEL (a folder, such as examples/tiny.py makes, or a name)")
+(model_name,) = arguments("MODEL")
 
 args = TreeGRPOConfig(
     output_dir="outputs/two_processes",
@@ -31,7 +29,7 @@ args = TreeGRPOConfig(
     bf16=torch.cuda.is_available(),
 )
 trainer = TreeGRPOTrainer(
-    model=sys.argv[1],
+    model=model_name,
     reward_funcs=environment_reward,
     args=args,
     train_dataset=Dataset.from_dict({"prompt": ["Guess my number."] * 4}),

@@ -3,7 +3,9 @@
 import gc
 import os
 import shutil
+import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,10 +25,18 @@ FAST_FAMILIES = ("bailing_hybrid", "qwen3_5_text")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One server of forks for all workers, which inherit its folder's name (support/launching.py)."""
-    if not hasattr(config, "workerinput"):
-        folder = os.environ["HARTS_TESTS_FORK_FOLDER"] = tempfile.mkdtemp(prefix="forks")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    """One server of forks for all workers, which are its first (support/launching.py)."""
+    if hasattr(config, "workerinput"):
+        sys.executable = os.environ["HARTS_TESTS_PYTHON"]  # what tests start is no fork unless they say so
+        return
+    folder = os.environ["HARTS_TESTS_FORK_FOLDER"] = tempfile.mkdtemp(prefix="forks")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if tx := getattr(config.option, "tx", None):  # of xdist: how each worker is started
+        from support.launching import write_python
+
+        os.environ["HARTS_TESTS_PYTHON"] = sys.executable
+        python = write_python(Path(folder) / "python", "packages")
+        config.option.tx = [f"popen//python={python}" if one == "popen" else one for one in tx]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -90,7 +90,7 @@ class Steps(TrainerCallback):
         for group in self.trainer.optimizer.param_groups:
             group["lr"] = self.rate if step.role == "moved" else 0.0
         if step.side.kind != "stock":
-            tree = self.trainer._tree
+            tree = self.trainer.tree_policy
             sharing = "never" if step.side.kind == "packed" else "auto"
             config = replace(tree.planner.config, sharing=sharing, max_tokens_per_microbatch=step.side.size)
             tree.planner = replace(tree.planner, config=config)

@@ -69,7 +69,7 @@ def train(
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     if not stock:
-        trainer._tree.budgets.begins_again = False  # a size that does not fit is a result
+        trainer.tree_policy.budgets.begins_again = False  # a size that does not fit is a result
     steps.trainer = trainer
     with steps.watching():
         trainer.train()

@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> None:
             seconds_per_side=options.max_seconds, baseline_elsewhere=kinds == (TREE,),
             parity_tokens=options.parity_tokens, times_anyway=True,
             own_routes=not result["rows"], stages_when_tried=options.stages_when_tried,
-            **known_of(rows, rollouts.tree.num_tokens, options.budgets),
+            once_above=options.once_above, **known_of(rows, rollouts.tree.num_tokens, options.budgets),
         )  # fmt: skip
         try:
             if not is_warm:
@@ -237,6 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs.add_argument("--plant", nargs="+", default=[], help="bugs of tests/support/planted.py (tests on PYTHONPATH)")
     runs.add_argument("--baseline-steps", type=int, default=5, help="(a stock trainer has one)")
     runs.add_argument("--stages-when-tried", action="store_true", help="of baselines: a step less of each")
+    runs.add_argument("--once-above", type=float, default=float("inf"), help="seconds; so long ones are timed then")
     runs.add_argument("--parity-tokens", type=int, default=32768, help="mixtures of experts are compared on")
     runs.add_argument("--seconds", type=float, default=540.0, help="of the call")
     runs.add_argument("--max-seconds", type=float, default=60.0, help="of a side's timed steps")

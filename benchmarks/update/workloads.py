@@ -28,7 +28,7 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {
-    "miniswe_b_drop": Workload(1, unshared=(0, 1, 2, 4, 5, 9, 14, 15, 17), stock=(0, 14)),
+    "miniswe_b_drop": Workload(1, stock=(0, 14)),
     "tau_airline_b": Workload(1, unshared=(0, 1), collapsed=True),
     "nemo_qwen3think_b_drop": Workload(1),
     "tot_game24": Workload(3, unshared=(0, 1), collapsed=True),

@@ -39,6 +39,8 @@ SECTIONS = (
 def own_fields(config: Any) -> list[Any]:
     """The fields that a class declares itself, and not one that it extends."""
     own = vars(config).get("__annotations__", {})
+    if not dataclasses.is_dataclass(config):
+        return []
     return [field for field in dataclasses.fields(config) if field.init and field.name in own]
 
 
@@ -64,8 +66,20 @@ def table(config: Any) -> str:
     return "\n".join(rows)
 
 
+def check_sections() -> None:
+    """Ends the program where the configuration of a trainer of `harts train` has fields and no section here."""
+    from harts_hf.cli.trainer_kinds import TRAINERS
+
+    known = {name for _, _, name, _ in SECTIONS}
+    for kind in TRAINERS.values():
+        for config in kind.config.__mro__:
+            if config.__module__.startswith("harts_hf.") and own_fields(config) and config.__name__ not in known:
+                raise SystemExit(f"expected {config.__name__} in SECTIONS of docs/tools/configuration.py, got none")
+
+
 def page() -> str:
     """The whole page."""
+    check_sections()
     parts = [HEAD]
     for title, module, name, text in SECTIONS:
         config = getattr(__import__(module, fromlist=[name]), name)

@@ -53,15 +53,15 @@ class StepClock(TrainerCallback):
             return (scores if torch.is_grad_enabled() or not self.is_preparing else timed)(*args, **kwargs)
 
         trainer._get_per_token_logps_and_entropies = scoring
-        if hasattr(trainer, "_tree"):
-            step = trainer._tree.step
+        if hasattr(trainer, "tree_policy"):
+            step = trainer.tree_policy.step
 
             @functools.wraps(step)
             def reporting(*args: Any, **kwargs: Any) -> Any:
                 self.report = step(*args, **kwargs)
                 return self.report
 
-            trainer._tree.step = reporting
+            trainer.tree_policy.step = reporting
 
     @property
     def is_preparing(self) -> bool:

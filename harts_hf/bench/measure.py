@@ -45,6 +45,7 @@ class _Bench:
         self.failures: dict[str, str] = {}
         self.microbatch_seconds: dict[str, float] = {}
         self.decision = ""
+        self._once: set[str] = set()  # kinds that were timed when they were tried
 
     def run(self) -> StepMeasured:
         # What the tree refuses, before stock trainers have run for minutes; the smallest size, since that is refused.
@@ -62,6 +63,8 @@ class _Bench:
         if goes_on:
             for number in range(self.options.steps):
                 for kind, side in self.chosen.items():
+                    if kind in self._once:
+                        continue
                     done = self.timed[kind].seconds
                     wanted = min(self.options.steps_of.get(kind, self.options.steps), self.options.steps)
                     if not done or (len(done) < wanted and sum(done) < self.options.seconds_per_side):
@@ -69,9 +72,9 @@ class _Bench:
                         self._time(side, self.timed[kind])
             parity = replace(parity, failures=[*parity.failures, *self._whole_steps()])
             goes_on = parity.passed or self.options.times_anyway
-            if not goes_on:
-                for timed in self.timed.values():
-                    timed.seconds, timed.phases_of_steps = [], []
+        if not goes_on:
+            for timed in self.timed.values():
+                timed.seconds, timed.phases_of_steps = [], []
         clippings = self._clippings()
         ideals = self._ideals() if goes_on and self.options.stages else {}
         return StepMeasured(
@@ -125,6 +128,9 @@ class _Bench:
         options = self.options
         if options.stages and options.stages_when_tried and setting.kind in (PACKED, COLLAPSED) and not again:
             self._time_stages(side, timed)
+            if side.clock.seconds > options.once_above:
+                self._note(side, timed)
+                self._once.add(setting.kind)
         else:
             side.step()
         first = side.clock.seconds
@@ -137,6 +143,12 @@ class _Bench:
 
     def _time(self, side: Side, timed: Timed) -> None:
         side.step()
+        self._note(side, timed)
+        side.clock.report = None
+
+    @staticmethod
+    def _note(side: Side, timed: Timed) -> None:
+        """The side's last step as a timed one."""
         clock = side.clock
         timed.seconds.append(clock.seconds)
         timed.phases_of_steps.append(clock.phases)
@@ -144,7 +156,6 @@ class _Bench:
             timed.peak_memory = max(timed.peak_memory or 0, clock.peak_memory)
         if clock.clocks:
             timed.clocks.append(clock.clocks)
-        clock.report = None
         timed.log = {name: side.log[name] for name in ("loss", "grad_norm", "entropy") if name in side.log}
         timed.clip_fraction = side.log.get("clip_ratio/region_mean")
 

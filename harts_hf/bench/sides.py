@@ -149,10 +149,10 @@ def build_side(setting: Setting, step: BenchStep) -> Side:
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     if not is_stock:
-        trainer._tree.budgets.begins_again = False  # a size that does not fit is a result
+        trainer.tree_policy.budgets.begins_again = False  # a size that does not fit is a result
     if setting.kind == COLLAPSED:
-        planner = trainer._tree.planner
-        trainer._tree.planner = CollapsingPlanner(
+        planner = trainer.tree_policy.planner
+        trainer.tree_policy.planner = CollapsingPlanner(
             config=replace(planner.config, sharing="always"), vocab_size=planner.vocab_size
         )
     _keep_memory(trainer.accelerator)

@@ -32,8 +32,8 @@ from harts_hf.cli.loading import (
     tokenizer_name,
     tokenizer_on_demand,
 )
-from harts_hf.cli.names import check_model_name
 from harts_hf.cli.output import printable, printable_lines, replacing, write_json
+from harts_hf.names import check_model_name
 from harts_hf.planner.text import counted
 
 if TYPE_CHECKING:

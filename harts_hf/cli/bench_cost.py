@@ -12,9 +12,9 @@ import torch
 
 from harts_hf.cli.checks import check_output_file, find_device, refuse_to_overwrite, seed
 from harts_hf.cli.loading import load_model
-from harts_hf.cli.names import check_model_name
 from harts_hf.cli.output import printable, replacing
 from harts_hf.cli.parsing import CommandParser
+from harts_hf.names import check_model_name
 from harts_hf.planner.cost import FEATURES
 from harts_hf.runtime.costing import fit_cost_model
 

@@ -18,9 +18,10 @@ from harts_hf.bench.subject import Subject
 from harts_hf.cli.policy import find_policy
 from harts_hf.cli.recipe import parse
 from harts_hf.cli.train import build_trainer
-from harts_hf.cli.train_checks import check_numbers, check_processes
+from harts_hf.cli.train_checks import check_processes
 from harts_hf.cli.train_report import TrainReport
 from harts_hf.rollouts.recorded import Rollout, RolloutGroup
+from harts_hf.trainers.tree_options import check_optimizer
 
 
 def subject_of_recipe(options: argparse.Namespace, fields: Sequence[str], device: torch.device) -> Subject:
@@ -42,7 +43,7 @@ def subject_of_recipe(options: argparse.Namespace, fields: Sequence[str], device
     if arguments.trainer != "grpo":
         raise ValueError(f"expected a recipe with trainer: grpo, got {arguments.trainer!r}")
     check_processes(arguments, training)
-    check_numbers(training)
+    check_optimizer(training)
     training.max_steps, training.learning_rate, training.save_strategy, training.eval_strategy = 1, 0.0, "no", "no"
     with tempfile.TemporaryDirectory() as folder:
         training.output_dir = folder
@@ -83,7 +84,7 @@ def _one_step(trainer: Any) -> tuple[list[dict[str, Any]], float]:
     """TRL's batches of a step, and how long its rollouts took."""
     batches: list[dict[str, Any]] = []
     spent: list[float] = []
-    add_slice, generate = trainer._tree.add_slice, trainer._generate
+    add_slice, generate = trainer.tree_policy.add_slice, trainer._generate
 
     def keeping(batch: dict[str, Any]) -> None:
         batches.append(batch)
@@ -95,7 +96,7 @@ def _one_step(trainer: Any) -> tuple[list[dict[str, Any]], float]:
         spent.append(time.perf_counter() - started)
         return found
 
-    trainer._tree.add_slice, trainer._generate = keeping, timed
+    trainer.tree_policy.add_slice, trainer._generate = keeping, timed
     trainer.train()
     return batches, sum(spent)
 

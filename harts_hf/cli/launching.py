@@ -1,6 +1,7 @@
 """How many processes a training is launched with and how they share the model, by files, without starting any."""
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +112,11 @@ def find_launch(accelerate_config: str | None, num_processes: int | None, runnin
 def _read(path: str, num_processes: int | None) -> Launch:
     from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
+    if not Path(path).is_file():
+        raise ValueError(
+            f"expected accelerate_config to be a file that Accelerate reads, got {path!r}: no such file, seen from "
+            f"{os.getcwd()}"
+        )
     try:
         config: Any = load_config_from_file(path)
     except Exception as error:  # OSError, YAML's, and ValueErrors of its own

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harts_hf.cli.names import TOKENIZER_FILES, is_cached
 from harts_hf.cli.output import printable, printable_lines
 from harts_hf.errors import HartsWarning
+from harts_hf.names import TOKENIZER_FILES, is_cached
 from harts_hf.rollouts.files import RolloutFile, read_rollout_file
 from harts_hf.rollouts.messages import TokenizerOnDemand
 from harts_hf.rollouts.readers import FORMS
@@ -33,8 +33,9 @@ def add_rollouts(parser: argparse.ArgumentParser, *, tokenizer: str) -> None:
     parser.add_argument("--tokenizer", help=tokenizer)
     parser.add_argument(
         "--format",
-        choices=[form.name for form in FORMS],
-        help="the form of the file (default: recognised from its first row)",
+        choices=["auto", *(form.name for form in FORMS)],
+        default="auto",
+        help="the form of the file (default: auto, recognised from its first row)",
     )
     parser.add_argument(
         "--samples-per",
@@ -80,7 +81,7 @@ def read_rollouts(options: argparse.Namespace, tokenizer: Any) -> RolloutFile:
         file = read_rollout_file(
             options.rollouts,
             tokenizer,
-            form=options.format,
+            format=options.format,
             samples_per=options.samples_per,
             group_key=options.group_key,
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.font_manager import FontProperties, findfont, get_font
@@ -26,6 +27,8 @@ BEFORE, AFTER, KEPT = "0.62", "#1b9e77", "#e6550d"
 OP_COLOURS = {"S": "#edae49", "F": "#30638e", "B": "#d1495b"}
 OP_NAMES = {"S": "forward, for log-probs only", "F": "forward", "B": "backward"}
 STATES_NAME = "forward, for states only"  # a trunk whose graph does not stay
+TRUNK_COLOUR = "0.25"
+TRUNK_NAME = "trunk"
 DUMMY_COLOUR = "0.88"
 DUMMY_NAME = "filler (one token)"
 KEPT_NAME = "kept for later microbatches"
@@ -37,6 +40,7 @@ EXECUTIONS = {
 # Above this many, ranks are drawn as lines of cells.
 MANY_RANKS = 16
 MAX_NAME = 60
+BELOW_BRACKETS = -0.2  # where bars begin that have brackets above
 
 
 def plot_plan(report: PlanReport, group: RolloutGroup, path: str | Path) -> None:
@@ -144,7 +148,10 @@ def draw_schedule(axes: Axes, schedule: Schedule, *, of_steps: int = 1) -> None:
     if world_size > MANY_RANKS:
         _draw_cells(axes, schedule, begins)
     else:
-        _draw_bars(axes, schedule, begins)
+        brackets = [bracket for rank in range(world_size) for bracket in trunk_brackets(schedule, rank)]
+        _draw_bars(axes, schedule, begins, top=BELOW_BRACKETS if brackets else -0.35)
+        if brackets:
+            _draw_brackets(axes, brackets, begins)
         axes.set_yticks(range(world_size), [f"rank {rank}" for rank in range(world_size)])
     drawn = {kind for kind, _ in schedule.ops(0)}
     for kind, colour in OP_COLOURS.items():
@@ -201,7 +208,7 @@ def _begins(schedule: Schedule) -> FloatArray:
     return np.concatenate([[0.0], np.cumsum(schedule.slot_seconds.max(axis=0))])
 
 
-def _draw_bars(axes: Axes, schedule: Schedule, begins: FloatArray) -> None:
+def _draw_bars(axes: Axes, schedule: Schedule, begins: FloatArray, top: float) -> None:
     for rank in range(schedule.config.world_size):
         ops = schedule.ops(rank)
         for kind in "SFB":
@@ -212,7 +219,38 @@ def _draw_bars(axes: Axes, schedule: Schedule, begins: FloatArray) -> None:
                     if op[0] == kind and (op[1] < 0) == dummy
                 ]
                 colour = DUMMY_COLOUR if dummy else OP_COLOURS[kind]
-                axes.broken_barh(bars, (rank - 0.35, 0.7), facecolors=colour, edgecolors="white", linewidths=0.3)
+                axes.broken_barh(bars, (rank + top, 0.35 - top), facecolors=colour, edgecolors="white", linewidths=0.3)
+
+
+def trunk_brackets(schedule: Schedule, rank: int) -> list[tuple[int, int, int, int]]:
+    """Per trunk of a rank: the rank, how many trunks it reads, its first and its last op, as indices of the rank's.
+
+    The first is the first forward with a graph of it or its dependents, the last its backward: in between, gradients
+    of its states add up.
+    """
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for slot, (kind, index) in enumerate(schedule.ops(rank)):
+        if index < 0 or kind == "S":
+            continue
+        if kind == "B":
+            last[index] = slot
+            continue
+        for one in (index, *schedule.microbatches[index].trunks):
+            first.setdefault(one, slot)
+    own = (microbatch for microbatch in schedule.microbatches if microbatch.rank == rank)
+    trunks = sorted({trunk for microbatch in own for trunk in microbatch.trunks})
+    return [(rank, len(schedule.microbatches[one].trunks), first[one], last[one]) for one in trunks]
+
+
+def _draw_brackets(axes: Axes, brackets: list[tuple[int, int, int, int]], begins: FloatArray) -> None:
+    """Above a rank's bars, outer trunks above inner ones."""
+    room = (BELOW_BRACKETS + 0.45) / max(level + 1 for _, level, _, _ in brackets)
+    lines = []
+    for rank, level, first, last in brackets:
+        y, left, right = rank - 0.45 + level * room, begins[first], begins[last + 1]
+        lines.append([(left, y + 0.6 * room), (left, y), (right, y), (right, y + 0.6 * room)])
+    axes.add_collection(LineCollection(lines, colors=TRUNK_COLOUR, linewidths=0.8, label=TRUNK_NAME), autolim=False)
 
 
 def _draw_cells(axes: Axes, schedule: Schedule, begins: FloatArray) -> None:

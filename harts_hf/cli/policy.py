@@ -7,9 +7,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from harts_hf.cli.loading import load_tokenizer
-from harts_hf.cli.names import check_model_name
 from harts_hf.cli.recipe import unknown_message
 from harts_hf.cli.train_arguments import TrainArguments
+from harts_hf.names import check_model_name
 from harts_hf.trainers.zero3 import show_processes
 
 

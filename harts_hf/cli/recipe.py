@@ -98,8 +98,6 @@ def parse(argv: Sequence[str], *, unknown: list[str] | None = None) -> tuple[Tra
     parser.set_defaults_with_config(**{name: value for name, value in recipe.items() if name in actions})
     try:
         *parsed, rest = parser.parse_args_into_dataclasses(options, return_remaining_strings=True)
-    except ZeroDivisionError as error:  # TRL divides by it before it checks it
-        raise ValueError("expected num_generations of at least 2, got 0") from error
     except ValueError as error:  # of a configuration, which must not hide a misspelt key that led to it
         if strange:
             raise ValueError(f"{unknown_message(strange, set(actions))}; {error}") from error

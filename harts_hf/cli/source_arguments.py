@@ -1,7 +1,7 @@
 """What a recipe may say about where rollouts come from."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field
 from typing import Any
 
 from harts_hf.rollouts.forks import EARLY_ENDS
@@ -24,7 +24,14 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "recorded_rollouts": ("recorded_kwargs",),
 }
 NO_SOURCE = ("tools",)
-# Each is checked; of numbers with a default nobody can say whether they were given.
+# Numbers with a default, and the sources that read them.
+LIMITS = ("max_turns", "max_turn_tokens")
+_AGENTS = ("agent", "agent_command")
+READ_BY = {
+    **dict.fromkeys(("agent_timeout", "agent_concurrency"), _AGENTS),
+    **dict.fromkeys(LIMITS, ("environment", "environment_factory", *_AGENTS)),
+}
+# Each is checked; numbers with a default are not, since a recipe may say them for another source.
 OPTIONS_OF_SOURCES = ("environment_kwargs", "agent_kwargs", "collector_kwargs", "recorded_kwargs", "tools", *FORKS)
 
 
@@ -181,6 +188,10 @@ class SourceArguments:
         """Whether an option says that conversations should fork."""
         return self.fork_policy in ("entropy", "budget") or any(getattr(self, name) for name in FORKS)
 
+    def changes(self, option: Field[Any]) -> bool:
+        """Whether an option has another value than its default."""
+        return bool(getattr(self, option.name) != option.default)
+
     def check_source(self) -> None:
         """Raises ValueError for several sources, or options of another one."""
         given = [name for name in SOURCES if getattr(self, name)]
@@ -191,6 +202,9 @@ class SourceArguments:
             if getattr(self, name) and name not in allowed:
                 beside = f"beside {given[0]}" if given else f"without {' or '.join(_sources_with(name))}"
                 raise ValueError(f"expected no {name} {beside}, got {getattr(self, name)!r}")
+        if self.fork_policy in ("entropy", "budget") and "branching" not in allowed:
+            beside = f"beside {given[0]}" if given else f"without {' or '.join(_sources_with('branching'))}"
+            raise ValueError(f"expected no fork_policy {beside}, got {self.fork_policy!r}")
 
     def check_forks(self) -> None:
         """Raises ValueError for options of forks that contradict one another."""

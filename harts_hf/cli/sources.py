@@ -3,10 +3,10 @@
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
-from harts_hf.cli.source_arguments import FORK_OPTIONS
+from harts_hf.cli.source_arguments import FORK_OPTIONS, LIMITS, READ_BY
 from harts_hf.cli.train_arguments import TrainArguments
 from harts_hf.rollouts.collector import TreeRolloutCollector, environment_reward
 from harts_hf.rollouts.environment import Environment, load_object
@@ -83,7 +83,23 @@ def find_source(arguments: TrainArguments, training: Any, tokenizer: Any) -> Rol
         ),
         "recorded_rollouts": lambda: _recorded(arguments, tokenizer),
     }
+    _say_unused(arguments)
     return makers[arguments.source]()
+
+
+def _say_unused(arguments: TrainArguments) -> None:
+    """A line on stderr that names numbers which the source does not read: a recipe may keep those of another one."""
+    source = arguments.source or "prompts"
+    unused = [
+        option.name
+        for option in fields(arguments)
+        if option.name in READ_BY and source not in READ_BY[option.name] and arguments.changes(option)
+    ]
+    if source == "environment_factory" and not arguments.asks_for_forks:
+        unused += [option.name for option in fields(arguments) if option.name in LIMITS and arguments.changes(option)]
+        source += ", which TRL plays (max_tool_calling_iterations limits it)"
+    if unused:
+        print(f"{' and '.join(unused)} {'is' if len(unused) == 1 else 'are'} not used with {source}", file=sys.stderr)
 
 
 def reward_functions(arguments: TrainArguments, source: RolloutSource) -> list[Any]:

@@ -26,10 +26,11 @@ from harts_hf.cli.signals import sigterm_interrupts
 from harts_hf.cli.sources import find_source, reward_functions
 from harts_hf.cli.supervised import build_supervised
 from harts_hf.cli.train_arguments import PolicyArguments, TrainArguments
-from harts_hf.cli.train_checks import check_folders, check_numbers, check_processes
+from harts_hf.cli.train_checks import check_folders, check_processes
 from harts_hf.cli.train_report import TrainReport
 from harts_hf.cli.trainer_kinds import TRAINERS
 from harts_hf.errors import AllFailedError
+from harts_hf.trainers.tree_options import check_optimizer
 
 
 @warnings_in_lines()
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         return dry_run(argv)
     arguments, training, model = parse(argv)
     check_processes(arguments, training)
-    check_numbers(training)
+    check_optimizer(training)
     check_folders(training, model, recipe)
     if not arguments.asks_for_bar:
         disable_progress_bar()  # of loading and saving weights, beside a line per log

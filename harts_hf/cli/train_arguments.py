@@ -106,7 +106,11 @@ class PolicyArguments(ModelConfig):
     )
 
     def __post_init__(self) -> None:
+        named = self.lora_target_modules
         super().__post_init__()
+        # TRL makes a text of a list of one module, which PEFT takes for a pattern of whole dotted names.
+        if isinstance(named, list) and len(named) == 1 and named[0].isidentifier():
+            self.lora_target_modules = named
         if self.load_in_4bit or self.load_in_8bit:
             name = "load_in_4bit" if self.load_in_4bit else "load_in_8bit"
             raise ValueError(f"expected unquantized weights, got {name}: leave it out")

@@ -1,6 +1,5 @@
 """What `harts train` checks before a model is loaded."""
 
-import math
 import os
 import sys
 from pathlib import Path
@@ -12,18 +11,6 @@ from harts_hf.cli.checks import check_output_folder, refuse_to_overwrite
 from harts_hf.cli.train_arguments import PolicyArguments, TrainArguments
 from harts_hf.cli.train_report import REPORT_FILES
 from harts_hf.trainers.checkpoints import newest_whole
-
-
-def check_numbers(training: Any) -> None:
-    """Raises ValueError for what the optimizer would refuse only when the training begins."""
-    for name in ("learning_rate", "weight_decay", "adam_epsilon"):
-        value = getattr(training, name)
-        if not 0 <= value < math.inf:  # NaN, too
-            raise ValueError(f"expected {name} to be a finite number of at least 0, got {value}")
-    for name in ("adam_beta1", "adam_beta2"):
-        value = getattr(training, name)
-        if not 0 <= value < 1:
-            raise ValueError(f"expected {name} in [0, 1), got {value}")
 
 
 def check_processes(arguments: TrainArguments, training: Any) -> None:

@@ -21,9 +21,9 @@ from harts_hf.cli.loading import (
     tokenizer_name,
     tokenizer_on_demand,
 )
-from harts_hf.cli.names import check_model_name
 from harts_hf.cli.output import printable, write_json
 from harts_hf.cli.parsing import CommandParser
+from harts_hf.names import check_model_name
 
 if TYPE_CHECKING:
     from harts_hf.planner import PlannerConfig

@@ -51,7 +51,7 @@ def without_checkpointing(model: Any, activation_checkpointing_kwargs: dict[str,
 
 
 def checkpointed_every(kwargs: Mapping[str, Any] | None) -> int:
-    """Of how many layers one is checkpointed, by ``gradient_checkpointing_kwargs``: the first, and every n-th.
+    """Of how many layers one is checkpointed, by ``activation_checkpointing_kwargs``: the first, and every n-th.
 
     Raises:
         ValueError: no integer of at least 1.
@@ -59,7 +59,7 @@ def checkpointed_every(kwargs: Mapping[str, Any] | None) -> int:
     every = (kwargs or {}).get("every_n_layers", 1)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(
-            f"expected every_n_layers of gradient_checkpointing_kwargs to be an integer of at least 1, got {every!r}"
+            f"expected every_n_layers of activation_checkpointing_kwargs to be an integer of at least 1, got {every!r}"
         )
     return every
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from harts_hf.batch.handoff import CONV_ANCESTORS
 from harts_hf.errors import UnsupportedModelError
+from harts_hf.kernels.conv import ACTIVATIONS
 from harts_hf.modeling.families import FAMILIES, Family
 
 TRANSFORMERS_RANGE = ("5.24", "5.25")
@@ -28,8 +29,8 @@ BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 SPLITTING = {"tp": "tensor", "cp": "context", "sp": "sequence", "pp": "pipeline", "ep": "expert"}
 REENTRANT_MESSAGE = (
     "expected non-reentrant activation checkpointing, got use_reentrant=True: pass "
-    'gradient_checkpointing_kwargs={"use_reentrant": False}; for adapters under ZeRO-3 TRL sets it to True '
-    "whatever is passed, and there only gradient_checkpointing=False helps"
+    'activation_checkpointing_kwargs={"use_reentrant": False}; for adapters under ZeRO-3 TRL sets it to True '
+    "whatever is passed, and there only activation_checkpointing=False helps"
 )
 
 
@@ -52,7 +53,7 @@ def check_model(model: nn.Module, family: Family) -> None:
     check_parallelism(model)
     _check_layers(config)
     family.check_config(config)
-    _check_convolutions(model)
+    _check_convolutions(model, family)
     _check_rope(config)
     _check_head(model, config)
     check_dropout(model)
@@ -171,12 +172,19 @@ def _check_layers(config: Any) -> None:
         raise UnsupportedModelError("expected at least one linear_attention layer, got none")
 
 
-def _check_convolutions(model: nn.Module) -> None:
+def _check_convolutions(model: nn.Module, family: Family) -> None:
     widths = {name: m.kernel_size[0] for name, m in model.named_modules() if isinstance(m, nn.Conv1d)}
     for name, width in widths.items():
         if width > CONV_ANCESTORS + 1:
             raise UnsupportedModelError(
                 f"expected convolutions of at most {CONV_ANCESTORS + 1} taps, got {width} in {name}"
+            )
+    for name, module in model.named_modules():
+        activation = getattr(module, "activation", None)
+        if type(module).__name__ == family.linear_mixer and activation not in ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"expected convolutions followed by one of {', '.join(map(str, ACTIVATIONS))}, got {activation} in "
+                f"{name} (hidden_act)"
             )
 
 

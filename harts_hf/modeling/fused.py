@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from harts_hf.errors import UnsupportedModelError
 from harts_hf.kernels.rowwise import rotate
+from harts_hf.modeling.exchanged import Exchanged
 from harts_hf.modeling.families import Family
 from harts_hf.modeling.fused_forwards import IS_FOR, Forward
 from harts_hf.modeling.routing import routing
@@ -28,14 +29,8 @@ Pair = tuple[nn.Module, type[nn.Module]]
 _state = threading.local()
 
 
-class FusedModule(nn.Module):
-    """Marks a module, or a layer, whose class :func:`harts_hf.patch` exchanged; never instantiated by itself.
-
-    Attributes:
-        stock: the class that was exchanged.
-    """
-
-    stock: type[nn.Module]
+class FusedModule(Exchanged):
+    """Marks a module, or a layer, whose class :func:`harts_hf.patch` exchanged; never instantiated by itself."""
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 A patched mixer runs its stock forward, projections, gates and norms included, with three names rebound for the one
 call: the causal convolution, the chunkwise rule, and the attention interface. No code is copied and no global is
-touched; without a plan the stock forward runs as it is.
+touched; without a plan the stock forward runs as it is (:mod:`harts_hf.modeling.reference_calls`).
 """
 
 import inspect
@@ -18,8 +18,10 @@ from harts_hf.errors import UnsupportedModelError
 from harts_hf.kernels.attention import tree_attention
 from harts_hf.kernels.conv import tree_causal_conv1d
 from harts_hf.modeling.boundary import export_rows, export_states, import_rows, imported
+from harts_hf.modeling.exchanged import Exchanged
 from harts_hf.modeling.families import Family
 from harts_hf.modeling.fused import expanded_latents, fuses, rotary_of
+from harts_hf.modeling.reference_calls import may_call_references, references_of
 from harts_hf.modeling.tree_pass import TreePass
 
 CONV_FUNCTION = "causal_conv1d_fn"
@@ -27,24 +29,21 @@ ATTENTION_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 EXPANSION = "expand_kv"  # of an MLA's latents
 
 
-class TreeMixer(nn.Module):
-    """Marks a mixer that accepts ``harts=TreePass``; never instantiated by itself.
-
-    Attributes:
-        stock: the class that was patched.
-    """
-
-    stock: type[nn.Module]
+class TreeMixer(Exchanged):
+    """Marks a mixer that accepts ``harts=TreePass``; never instantiated by itself."""
 
 
 @lru_cache
 def tree_linear_class(stock: type[nn.Module], family: Family) -> type[nn.Module]:
     """A subclass of a linear mixer that runs on a tree when it is given a plan."""
     raw_forward = _raw_forward(stock, {CONV_FUNCTION, family.rule_function})
+    references = references_of(raw_forward)
+    on_cpu = _rebind(raw_forward, references)
 
     def forward(self: nn.Module, *args: Any, harts: TreePass | None = None, **kwargs: Any) -> torch.Tensor:
         if harts is None:
-            return stock.forward(self, *args, **kwargs)
+            plain = on_cpu if references and may_call_references(self, args, kwargs) else stock.forward
+            return plain(self, *args, **kwargs)
         layer: Any = self.layer_idx
         names = {CONV_FUNCTION: _conv_on(harts, layer), family.rule_function: rule_on(harts, layer, family.rule)}
         return _rebind(raw_forward, names)(self, *args, **kwargs)

@@ -53,7 +53,7 @@ class PlannerConfig:
     handoff: bool = True
 
     def __post_init__(self) -> None:
-        _at_least("chunk_size", self.chunk_size, 1, "a chunk holds at least one token")
+        check_chunk_size(self.chunk_size)
         _at_least("world_size", self.world_size, 1, "somebody has to do the work")
         if self.world_size > MAX_WORLD_SIZE:
             raise ValueError(f"expected world_size of at most {MAX_WORLD_SIZE}, got {self.world_size}")
@@ -78,6 +78,24 @@ class PlannerConfig:
             name: int(value) for name, value in vars(self).items() if isinstance(value, np.integer)
         }
         return replace(self, **integers) if integers else self
+
+
+def planner_config(config: PlannerConfig | None) -> PlannerConfig:
+    """The configuration, or the defaults for None.
+
+    Raises:
+        ValueError: something else.
+    """
+    if config is None:
+        return PlannerConfig()
+    if not isinstance(config, PlannerConfig):
+        raise ValueError(f"expected a PlannerConfig or None, got {type(config).__name__}")
+    return config
+
+
+def check_chunk_size(chunk_size: object) -> None:
+    """Raises ValueError for a chunk size that is no integer of at least 1."""
+    _at_least("chunk_size", chunk_size, 1, "a chunk holds at least one token")
 
 
 def _at_least(name: str, value: object, smallest: int, why: str) -> None:

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from harts_hf.planner.chunks import CHUNK_SIZE, build_chunk_tree
+from harts_hf.planner.config import check_chunk_size
 from harts_hf.tree import IntArray, RolloutTree
 
 Taps = Literal["anywhere", "ends"]
@@ -25,10 +26,13 @@ def min_linear_calls(tree: RolloutTree, chunk_size: int = CHUNK_SIZE, taps: Taps
             or "ends" (at the ends of its chains only).
 
     Raises:
-        ValueError: an unknown ``taps``.
+        ValueError: no tree, a ``chunk_size`` that is no integer of at least 1, an unknown ``taps``.
 
     Complexity: linear in the rows of the tree.
     """
+    if not isinstance(tree, RolloutTree):
+        raise ValueError(f"expected a RolloutTree, got {type(tree).__name__}")
+    check_chunk_size(chunk_size)
     return decompose_chains(build_chunk_tree(tree.parent, tree.depth, chunk_size).parent, taps=taps).num_calls
 
 

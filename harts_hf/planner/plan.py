@@ -1,10 +1,11 @@
 """The planner's entry: trees and limits in, a schedule out (NumPy only)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from harts_hf.forest import concatenate_trees, expand_tree
-from harts_hf.planner.config import Execution, PlannerConfig
+from harts_hf.planner.config import Execution, PlannerConfig, planner_config
 from harts_hf.planner.cost import DEFAULT_COST, causal_pairs
 from harts_hf.planner.orders import LimitError, join_needs
 from harts_hf.planner.refine import best_schedule
@@ -24,19 +25,31 @@ def plan_window(trees: RolloutTree | Sequence[RolloutTree], config: PlannerConfi
         The schedule. Its rows are those of ``schedule.tree``.
 
     Raises:
-        ValueError: no tree; or limits under which no schedule was found (the message names the smallest that works).
+        ValueError: no tree, or something else than trees or a configuration; limits under which no schedule was found
+            (the message names the smallest that works).
 
     Complexity, a constant number of times: O(N) NumPy work, O(S log S) Python steps for S segments, and NumPy work
     over the answer itself, which lists for every microbatch its trunks and the spans of its prefix. On several ranks
     each has a walk of its own: times ``world_size`` at most. ``max_handoff_bytes`` in "replay" adds NumPy work over
     all ops for each trunk whose states are dropped.
     """
-    config = (config or PlannerConfig()).plain()
-    tree = trees if isinstance(trees, RolloutTree) else concatenate_trees(list(trees))
+    config = planner_config(config).plain()
+    tree = trees if isinstance(trees, RolloutTree) else concatenate_trees(_only_trees(trees))
     try:
         return _plan(tree, config)
     except LimitError as error:
         raise _sufficient(tree, config, error) from None
+
+
+def _only_trees(trees: Any) -> list[RolloutTree]:
+    found = list(trees) if isinstance(trees, Iterable) else [trees]
+    for one in found:
+        if not isinstance(one, RolloutTree):
+            raise ValueError(
+                "expected a RolloutTree or several (RolloutTree.from_trajectories makes one), got "
+                f"{type(one).__name__}"
+            )
+    return found
 
 
 def _sufficient(tree: RolloutTree, config: PlannerConfig, error: LimitError) -> LimitError:

@@ -8,17 +8,20 @@ from numpy.typing import NDArray
 
 
 def integer_array(row: Any) -> NDArray[Any] | None:
-    """``[L]`` int64 of a list of integers, or an array of integers as it is; None for anything else.
+    """``[L]`` int64 of a list, array or tensor of integers; None for anything else.
 
-    Bools are none, as PyTorch makes another dtype of them.
+    Bools are none, as PyTorch makes another dtype of them. Never a narrower dtype: TRL pads rows in that of the first
+    one, and larger ids of others would wrap around.
     """
     if isinstance(row, list | tuple) and row and isinstance(row[0], bool):
         return None
-    return _as_array(row, "q", "iu")
+    found = _as_array(row, "q", "iu")
+    return None if found is None else found.astype(np.int64, copy=False)
 
 
 def number_array(row: Any) -> NDArray[Any] | None:
-    """``[L]`` float64 of a list of numbers, or an array of numbers as it is; None for anything else (unknowns)."""
+    """``[L]`` float64 of a list of numbers, or an array or tensor of numbers as it is; None for anything else
+    (unknowns)."""
     return _as_array(row, "d", "iuf")
 
 
@@ -52,6 +55,11 @@ class ReadArrays:
 
 
 def _as_array(row: Any, code: str, kinds: str) -> NDArray[Any] | None:
+    if not isinstance(row, np.ndarray) and hasattr(row, "__array__"):  # a tensor
+        try:
+            row = np.asarray(row)
+        except (TypeError, RuntimeError):  # on a GPU, with a gradient, or of a dtype that NumPy lacks
+            return None
     if isinstance(row, np.ndarray):
         return row if row.ndim == 1 and row.dtype.kind in kinds else None
     if not isinstance(row, list | tuple) or not row:

@@ -36,9 +36,10 @@ def check_rollouts(
         arrays: where the arrays of token ids are kept that this makes.
 
     Raises:
-        ValueError: missing keys, another number of rows, indices of ``episode`` that are none or do not ascend, an
-            empty prompt or completion, token ids out of range, a mask, log-probs or advantages of another length or
-            not finite, a mask that is not 0 or 1. A log-prob may be None or NaN: TRL takes it as unknown.
+        ValueError: missing keys, another number of rows or of entries in any other list, indices of ``episode`` that
+            are none or do not ascend, an empty prompt or completion, token ids that are no integers or out of range,
+            a mask, log-probs or advantages of another length or not finite, a mask that is not 0 or 1. A log-prob may
+            be None or NaN: TRL takes it as unknown.
     """
     if not isinstance(output, dict):
         raise ValueError(f"expected rollout_func to return a dict, got {type(output).__name__}")
@@ -61,8 +62,10 @@ def check_rollouts(
                 "already repeated num_generations times; rollouts of several rows need the key 'episode', the index "
                 f"of each row's prompt), got {len(rows)} in {key!r}"
             )
-    if output.get(ABSENT) is not None and output.get("episode") is None:
-        _check_absent(output[ABSENT], set(), num_prompts)
+    if output.get("episode") is None:
+        if output.get(ABSENT) is not None:
+            _check_absent(output[ABSENT], set(), num_prompts)
+        _check_other_lists(output, num_prompts, "row (what is the same for all rows is no list)")
     arrays = ReadArrays() if arrays is None else arrays
     for row in _to_look_at(output, num_rows, vocab_size, arrays):
         for key in TOKENS:
@@ -106,15 +109,17 @@ def _check_episodes(output: dict[str, Any], num_prompts: int) -> int:
                 f"{number} after {previous} in row {row}"
             )
         previous = number
-    for key, value in output.items():
-        if key not in ROW_KEYS and isinstance(value, list) and len(value) != num_prompts:
-            raise ValueError(
-                f"expected {key!r} to have {num_prompts} entries, one per episode (only {', '.join(ROW_KEYS)} have "
-                f"one per row), got {len(value)}"
-            )
+    _check_other_lists(output, num_prompts, f"episode (only {', '.join(ROW_KEYS)} have one per row)")
     if output.get(ABSENT) is not None:
         _check_absent(output[ABSENT], set(map(int, index)), num_prompts)
     return len(index)
+
+
+def _check_other_lists(output: dict[str, Any], count: int, per: str) -> None:
+    """Of lists for reward functions: TRL hands out the first entries of a longer one, and none where one ends."""
+    for key, value in output.items():
+        if key not in ROW_KEYS and isinstance(value, list) and len(value) != count:
+            raise ValueError(f"expected {key!r} to have {count} entries, one per {per}, got {len(value)}")
 
 
 def _check_absent(absent: Any, with_rows: set[int], num_prompts: int) -> None:
@@ -172,6 +177,10 @@ def _in_vocabulary(tokens: NDArray[Any], vocab_size: int | None) -> bool:
 def _check_tokens(tokens: Any, found: NDArray[Any] | None, name: str, vocab_size: int | None) -> None:
     if len(tokens) == 0:
         raise ValueError(f"expected {name} to hold at least one token, got none")
+    if found is None:  # TRL would pad floats into a tensor of integers, which cuts them
+        for position, value in enumerate(tokens):
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise ValueError(f"expected integers in {name}, got {shortened(value)} at position {position}")
     low, high = (min(tokens), max(tokens)) if found is None else (found.min(), found.max())
     if low < 0 or (vocab_size is not None and high >= vocab_size):
         raise ValueError(f"expected token ids in [0, {vocab_size}) in {name}, got {low if low < 0 else high}")

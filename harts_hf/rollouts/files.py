@@ -25,19 +25,19 @@ def read_rollouts(
     path: str | Path,
     tokenizer: Any = None,
     *,
-    form: str | None = None,
+    format: str = "auto",
     samples_per: str = "turn",
     group_key: str | None = None,
 ) -> list[RolloutGroup]:
     """The groups of :func:`read_rollout_file`."""
-    return read_rollout_file(path, tokenizer, form=form, samples_per=samples_per, group_key=group_key).groups
+    return read_rollout_file(path, tokenizer, format=format, samples_per=samples_per, group_key=group_key).groups
 
 
 def read_rollout_file(
     path: str | Path,
     tokenizer: Any = None,
     *,
-    form: str | None = None,
+    format: str = "auto",
     samples_per: str = "turn",
     group_key: str | None = None,
 ) -> RolloutFile:
@@ -47,10 +47,10 @@ def read_rollout_file(
         path: the file.
         tokenizer: anything with Transformers' ``apply_chat_template``; needed for conversations. The sample of a turn
             is what the template renders for the messages before it, and the turn; its ``loss_mask`` is the turn.
-        form: the name of the file's form; by default it is recognised from the first row.
+        format: the name of the file's form, or ``"auto"``: it is recognised from the first row.
         samples_per: ``"turn"``: a sample per turn of the assistant; ``"conversation"``: one per conversation, whose
-            mask is the template's assistant mask where it marks generations. A row with values per token
-            (``loss_mask`` or ``old_logprobs``, or a list of advantages) is always one sample.
+            mask is the template's assistant mask where it marks generations, less answers that were not sampled. A
+            row with values per token (``loss_mask``, ``old_logprobs``, a list of advantages) is always one sample.
         group_key: the key of each row's (or conversation's) group, in nested objects with dots between the keys; by
             default what the form has, or the whole file.
 
@@ -64,12 +64,13 @@ def read_rollout_file(
             that are not wholly in the tokens. The text names the file and the line (Parquet: the row), from 1.
 
     Warns:
-        HartsWarning: keys that are not read, by their names; thoughts that the chat template does not write.
+        HartsWarning: keys that are not read, by their names; thoughts that the chat template does not write; rows of
+            which nothing would be trained.
     """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
-    reading = Reading(path, tokenizer, form, samples_per, group_key)
+    reading = Reading(path, tokenizer, format, samples_per, group_key)
     _add_all(reading, f"{path}, ", numbered_rows(path))
     return reading.result()
 
@@ -78,7 +79,7 @@ def read_rollout_rows(
     rows: Iterable[Any],
     tokenizer: Any = None,
     *,
-    form: str | None = None,
+    format: str = "auto",
     samples_per: str = "turn",
     group_key: str | None = None,
 ) -> RolloutFile:
@@ -94,7 +95,7 @@ def read_rollout_rows(
     Raises:
         RolloutFileError: as there; the text names the row, from 1.
     """
-    reading = Reading(Path("rows"), tokenizer, form, samples_per, group_key)
+    reading = Reading(Path("rows"), tokenizer, format, samples_per, group_key)
     _add_all(reading, "", ((f"row {number}", _plain(row)) for number, row in enumerate(rows, 1)))
     return reading.result()
 

@@ -4,7 +4,7 @@ import difflib
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ class Reading:
         ValueError: no such form, or nothing that samples can be per.
     """
 
-    def __init__(self, path: Path, tokenizer: Any, form: str | None, samples_per: str, group_key: str | None) -> None:
+    def __init__(self, path: Path, tokenizer: Any, format: str, samples_per: str, group_key: str | None) -> None:
         self._path = path
-        self._form: Form | None = None if form is None else form_of_name(form)
+        self._form: Form | None = None if format == "auto" else form_of_name(format)
         self._samples_per = samples_per
         self._group_key = group_key
         self._group_keys = GroupKeys()
@@ -85,9 +85,20 @@ class Reading:
         if self._form is None or not (self._shapes or self._rollouts):
             what = "an empty file" if self._form is None else f"no conversation ({self._form.name})"
             raise RolloutFileError(f"{self._path}: expected at least one trajectory, got {what}")
-        if self._ignored:
-            names = ", ".join(sorted(self._ignored))
-            warnings.warn(HartsWarning(f"{self._path}: keys that are not read: {names}"), stacklevel=4)
+        likely = {} if self._shapes or self._has_groups else self._group_keys.likely()
+        ignored = ", ".join(sorted(self._ignored.keys() - likely))  # the hint of the file names those
+        if ignored:
+            warnings.warn(HartsWarning(f"{self._path}: keys that are not read: {ignored}"), stacklevel=4)
+        rollouts = chain(*self._rollouts.values(), *(group.rollouts for group in self._shapes))
+        # Nothing predicts the first token.
+        if all(one.loss_mask is not None and not one.loss_mask[1:].any() for one in rollouts):
+            warnings.warn(
+                HartsWarning(
+                    f"{self._path}: nothing of it would be trained: no row has a token that the policy wrote "
+                    "(loss_mask; of conversations the assistant's turns, of shapes trained)"
+                ),
+                stacklevel=4,
+            )
         tally = self._sampler.tally
         lost = tally.notes[LOST_THOUGHTS]
         if lost:
@@ -113,7 +124,7 @@ class Reading:
             samples_per=self._samples_per,
             notes={note: number for note, number in tally.notes.items() if number},
             names_groups=bool(self._shapes) or self._has_groups is not False,
-            likely_group_keys={} if self._shapes or self._has_groups else self._group_keys.likely(),
+            likely_group_keys=likely,
         )
 
     def _is_own(self, row: Any) -> bool:

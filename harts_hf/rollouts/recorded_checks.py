@@ -83,7 +83,7 @@ def check_trainer(recorded: "RecordedRollouts", trainer: Any, *, with_rewards: b
         _check_batches(args, len(trainer.train_dataset))
     used = list({group.name: group for group in (*trained_on, *evaluated_on)}.values())
     _check_lengths(recorded, used, args.max_completion_length)
-    _check_vocabulary(used, trainer._tree.planner.vocab_size)
+    _check_vocabulary(used, trainer.tree_policy.planner.vocab_size)
     if recorded.has_recorded_advantages:
         _check_advantages(used, trainer)
     elif with_rewards:

@@ -1,5 +1,6 @@
 """Recorded trajectories as a trainer takes them: prompt, completion, mask and values of each, by group and episode."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harts_hf.errors import RolloutFileError
+from harts_hf.errors import HartsWarning, RolloutFileError
 from harts_hf.rollouts.fields import MAX_TOKEN_ID, shortened
 from harts_hf.rollouts.files import read_rollout_file, read_rollout_rows
 from harts_hf.rollouts.recorded import Rollout, RolloutFile, RolloutGroup
@@ -74,17 +75,23 @@ class RecordedGroup:
 
 
 def read_groups(
-    source: Any, tokenizer: Any, *, form: str | None, samples_per: str, group_key: str | None
+    source: Any, tokenizer: Any, *, format: str, samples_per: str, group_key: str | None
 ) -> list[RolloutGroup]:
     """The groups of a source; see :class:`~harts_hf.rollouts.recorded_rollouts.RecordedRollouts`.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: something else than a source; a row that its form does not allow.
+
+    Warns:
+        HartsWarning: no row says its group, and a key may; what the reader warns of.
     """
-    options: dict[str, Any] = {"form": form, "samples_per": samples_per, "group_key": group_key}
+    options: dict[str, Any] = {"format": format, "samples_per": samples_per, "group_key": group_key}
     if isinstance(source, str | PathLike):
-        return read_rollout_file(Path(source), tokenizer, **options).groups
+        file = read_rollout_file(Path(source), tokenizer, **options)
+        if file.likely_group_keys:
+            warnings.warn(HartsWarning(f"{source}: {file.group_hint} (in Python group_key=)"), stacklevel=3)
+        return file.groups
     if isinstance(source, RolloutFile):
         return source.groups
     if hasattr(source, "with_format"):  # of `datasets`; a format could make its rows anything

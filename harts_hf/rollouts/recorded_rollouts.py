@@ -95,8 +95,7 @@ class RecordedRollouts:
         ):
             if value not in choices:
                 raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}")
-        form = None if format == "auto" else format
-        read = read_groups(source, tokenizer, form=form, samples_per=samples_per, group_key=group_key)
+        read = read_groups(source, tokenizer, format=format, samples_per=samples_per, group_key=group_key)
         self.groups: dict[str, RecordedGroup] = recorded_groups(read)
         self.is_off_policy = logprobs == "recorded"
         self.oversized, self.too_long = oversized, too_long
@@ -164,7 +163,7 @@ class RecordedRollouts:
         Raises:
             ValueError: see :meth:`check_trainer`; prompts that are not repeated so.
         """
-        if not hasattr(trainer, "_tree"):
+        if not hasattr(trainer, "tree_policy"):
             raise ValueError(f"expected a TreeGRPOTrainer or a TreeGMPOTrainer, got {type(trainer).__name__}")
         chosen = self._chosen(prompts, trainer)
         rows = [

@@ -59,8 +59,9 @@ def supervised_dataset(
     weigh = WEIGHTS.get(weight) if isinstance(weight, str) else weight
     if not callable(weigh) and weight is not None:
         raise ValueError(f"expected weight to be a function, {', '.join(map(repr, WEIGHTS))} or None, got {weight!r}")
-    form = None if format == "auto" else format
-    groups = recorded_groups(read_groups(source, tokenizer, form=form, samples_per=samples_per, group_key=group_key))
+    groups = recorded_groups(
+        read_groups(source, tokenizer, format=format, samples_per=samples_per, group_key=group_key)
+    )
     columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "group": []}
     if weigh is not None:
         columns["weight"] = []

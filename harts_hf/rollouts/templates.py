@@ -81,8 +81,9 @@ class ChatTemplate:
         return np.array(encoded["input_ids"], np.int64), mask
 
     def conversation(self, messages: list[Message], tools: Tools, turns: list[int]) -> Sample:
-        """The whole conversation; the mask is the template's own, or None where it has none."""
-        return self.marked(messages, tools)
+        """The whole conversation; the mask is the template's own of these turns, or None where it has none."""
+        ids, mask = self.marked(messages, tools)
+        return ids, None if mask is None else of_turns(mask, messages, turns)
 
     def turn(self, messages: list[Message], tools: Tools, index: int) -> Sample:
         """The sample of turn ``index``: the messages before it, and what was sampled.
@@ -168,6 +169,26 @@ class ChatTemplate:
         return ""
 
 
+def of_turns(mask: NDArray[np.bool_], messages: list[Message], turns: list[int]) -> NDArray[np.bool_] | None:
+    """A template's mask, which is of all answers, for some of them; None where they cannot be told apart in it.
+
+    Args:
+        mask: ``[L]``.
+        messages: that the template was given.
+        turns: indices of the answers that were sampled: others are examples, or the history of a request.
+    """
+    answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+    if answers == turns:
+        return mask
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
+    if len(edges) != len(answers):
+        return None
+    kept = np.zeros_like(mask)
+    for answer, (start, end) in zip(answers, edges, strict=True):
+        kept[start:end] = answer in turns
+    return kept
+
+
 def _check_tool_calls(message: Message, number: int) -> None:
     calls = message.get("tool_calls")
     if calls is None:
@@ -191,7 +212,7 @@ def _arguments_as_objects(messages: list[Message]) -> list[Message]:
                 continue
             what = f"message {number}: expected function.arguments of tool call {index} to be an object"
             try:
-                arguments = json.loads(function["arguments"])
+                arguments = json.loads(function["arguments"].strip() or "{}")  # so some servers write no arguments
             except (ValueError, RecursionError) as error:
                 got = shortened(function["arguments"])
                 raise ValueError(f"{what}, or a JSON string of one, got {got} ({error})") from error

@@ -5,7 +5,10 @@ Derivatives come from every rank whose trajectories pass through a row, and add 
 """
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 
@@ -41,6 +44,33 @@ def check_same_plan(schedule: Schedule, names: Sequence[str], ranks: Ranks) -> N
             f"expected the same plan on every process, got the hashes {listed}: the trajectories are the same, so "
             "settings (tree_*), the cost model or versions of packages differ"
         )
+
+
+def settings_of(planner: Any, **more: object) -> dict[str, str]:
+    """What plans follow from, by name, as texts that are the same in every process for the same settings.
+
+    Args:
+        planner: a :class:`~harts_hf.runtime.planning.WindowPlanner`.
+        more: other settings.
+    """
+    found = {one.name: getattr(planner.config, one.name) for one in fields(planner.config)}
+    cost = found.pop("cost")
+    if cost is not None:
+        found |= {f"cost.{one.name}": getattr(cost, one.name) for one in fields(cost)}
+    return {name: repr(value) for name, value in (found | {"vocab_size": planner.vocab_size} | more).items()}
+
+
+def differing_settings(own: Mapping[str, str], ranks: Ranks) -> str:
+    """Which of :func:`settings_of` differ, and what each rank has. A collective."""
+    everyone = [json.loads(text) for text in ranks.gather_texts(json.dumps(own))]
+    names = dict.fromkeys(name for one in everyone for name in one)
+    listed = []
+    for name in names:
+        values = [one.get(name, "nothing") for one in everyone]
+        if len(set(values)) > 1:
+            by_rank = {value: values.index(value) for value in values}  # the first process that has it
+            listed.append(f"{name}: " + ", ".join(f"{value} on process {rank}" for value, rank in by_rank.items()))
+    return "; ".join(listed)
 
 
 def plan_hash(schedule: Schedule, names: Sequence[str]) -> int:

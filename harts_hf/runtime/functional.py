@@ -1,8 +1,10 @@
 """``tree_logprobs``: log-probs of trajectories as a differentiable function of a model's parameters."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Real
 from typing import Any, Literal, overload
 
 import torch
@@ -20,6 +22,7 @@ from harts_hf.modeling import (
     with_handed_bytes,
 )
 from harts_hf.planner import DEFAULT_COST, PlannerConfig
+from harts_hf.planner.config import planner_config
 from harts_hf.runtime.options import Context, RunOptions
 from harts_hf.runtime.run import WindowRun
 from harts_hf.runtime.values import TreeValues
@@ -84,12 +87,13 @@ def tree_logprobs(
 
     Raises:
         UnsupportedModelError: a model that is not supported.
-        ValueError: bad trajectories, a bad temperature, or a planner for several ranks.
+        ValueError: bad trajectories, a bad temperature, or a planner that is none or for several ranks.
         RuntimeError: in the backward, a second one, or one with ``create_graph=True``.
     """
+    planner = planner_config(planner)
+    _check_temperature(temperature)
     was_patched = is_patched(model)
     patch(model)
-    planner = planner or PlannerConfig()
     if planner.cost is None:
         sizes = handed_sizes(model, next(model.parameters()).dtype)
         planner = replace(planner, cost=with_handed_bytes(DEFAULT_COST, sizes))
@@ -112,8 +116,7 @@ def window_logprobs(
     deterministic: bool = False,
 ) -> tuple[LogProbs, LogProbs]:
     """Log-probs, and entropies or none, of a window that is planned already; errors as in :func:`tree_logprobs`."""
-    if not temperature > 0:
-        raise ValueError(f"expected a temperature above 0, got {temperature}")
+    _check_temperature(temperature)
     patch(model)
     device = next(model.parameters()).device
     options = RunOptions(temperature=temperature, context=_autocast_as_now(device.type), deterministic=deterministic)
@@ -122,6 +125,11 @@ def window_logprobs(
     rows = [torch.from_numpy(window.label_rows(i)).to(device) for i in range(window.tree.num_trajectories)]
     log_probs, entropies = ([values[name][r] for r in rows] if name in values else [] for name in LABEL_VALUES)
     return log_probs, entropies
+
+
+def _check_temperature(temperature: object) -> None:
+    if not isinstance(temperature, Real) or isinstance(temperature, bool) or not 0 < temperature < math.inf:
+        raise ValueError(f"expected a temperature above 0, got {temperature!r}")
 
 
 def window_values(

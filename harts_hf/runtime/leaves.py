@@ -79,8 +79,12 @@ def check_reach(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
     its gradient would be lost.
 
     Raises:
-        ValueError: there is such a tensor (the message gives its shape), or the loss depends on nothing.
+        ValueError: there is such a tensor (the message gives its shape), the loss depends on nothing, or it is not one
+            number in a tensor.
     """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"expected a loss that is one number, in a tensor, got {got}")
     if not loss.requires_grad:
         raise ValueError("expected a loss of the values that it is given, got one that depends on none of them")
     given = {id(leaf) for leaf in leaves}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from harts_hf.modeling import LABEL_VALUES
-from harts_hf.runtime.exchange import hash_of
+from harts_hf.runtime.exchange import differing_settings, hash_of, settings_of
 from harts_hf.runtime.job import Job, Leaves
 from harts_hf.runtime.kept import KeptScores, find
 from harts_hf.runtime.leaves import spread
@@ -255,18 +255,19 @@ class TreeUpdate:
         """
         if self.ranks.count == 1:
             return None if is_known else own or None, is_known
-        settings = hash_of(self.planner, names, self._replays, self._known.splits)
+        settings = settings_of(
+            self.planner, values=names, replays_routing=self._replays, splits_on_routes=self._known.splits
+        )
         found = self.ranks.gather(
-            int(bool(own)), num_slices, PLACEMENTS.index(self.placement), settings, int(is_known)
+            int(bool(own)), num_slices, PLACEMENTS.index(self.placement), hash_of(settings), int(is_known)
         )
         if len({numbers[1:3] for numbers in found}) > 1:
             listed = ", ".join(f"{number} and {PLACEMENTS[choice]}" for _, number, choice, _, _ in found)
             raise ValueError(f"expected the same number of slices and placement on every process, got {listed}")
         if len({numbers[3] for numbers in found}) > 1:
-            listed = ", ".join(f"{one[3]:016x} on process {rank}" for rank, one in enumerate(found))
             raise ValueError(
                 "expected the same settings of plans (tree_*, the cost model) and names of values on every process, "
-                f"got the hashes {listed}; this one has {self.planner.config}"
+                f"got {differing_settings(settings, self.ranks)}"
             )
         if all(numbers[4] for numbers in found):
             return None, True

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from harts_hf.rollouts.arrays import ReadArrays
+from harts_hf.trainers.origins import is_from
 from harts_hf.trainers.replacing import replaced
 
 # Attribute of a reward function; where all of a trainer's have it as False, completions are not decoded.
@@ -18,8 +19,9 @@ def reads_texts(trainer: Any, calculate_rewards: Any) -> bool:
         trainer: a GRPO or RLOO trainer, without tools.
         calculate_rewards: its method, which a subclass may have overridden.
     """
-    overridden = not calculate_rewards.__module__.startswith(("trl.", "harts_hf."))
-    functions = any(getattr(one, READS_TEXTS, True) for one in trainer.reward_funcs)
+    overridden = not is_from(calculate_rewards, "trl", "harts_hf")
+    # functools.wraps gives a wrapper the attributes of what it wraps; it may read what that does not.
+    functions = any(getattr(one, READS_TEXTS, True) or hasattr(one, "__wrapped__") for one in trainer.reward_funcs)
     return bool(trainer.log_completions or overridden or functions)
 
 

@@ -35,6 +35,7 @@ from harts_hf.trainers.generated import Generated
 from harts_hf.trainers.grouping import grouped, ungrouped
 from harts_hf.trainers.lengths import log_lengths
 from harts_hf.trainers.off_policy import has_unknown
+from harts_hf.trainers.origins import is_from
 from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.replacing import replaced
 from harts_hf.trainers.rewarding import guarded
@@ -257,7 +258,7 @@ class TreeEpisodes:
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         self._arrays = ReadArrays()
         # Between what a rollout function returns and TRL's tensors nobody changes a list, unless it is told to.
-        is_ours = self._generate.__module__.startswith("harts_hf.") and not self.tools
+        is_ours = is_from(self._generate, "harts_hf") and not self.tools
         arrays = self._arrays if is_ours else ReadArrays()
         self._generated = Generated(self._generate, corrects=corrects, arrays=arrays)
         with replaced(self, "_generate", self._generated):

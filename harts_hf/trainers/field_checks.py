@@ -59,18 +59,18 @@ def _are_finite(values: Any) -> bool:
 
 
 NUMBERS = Kind("a list of finite numbers", _are_finite)
+FRACTION = Kind("a number in [0, 1)", lambda value: number(high=1).holds(value) and value < 1)
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 PATH = Kind("a path", lambda value: isinstance(value, str | os.PathLike))
 
 
 def check_fields(config: Any, kinds: Mapping[str, Kind]) -> None:
-    """Checks fields of a configuration, by name.
+    """Checks those of some fields that a configuration has, by name.
 
     Raises:
         ValueError: one that holds something else; the message names it, what was expected and what came.
     """
     for name, kind in kinds.items():
-        value = getattr(config, name)
-        if not kind.holds(value):
+        if hasattr(config, name) and not kind.holds(value := getattr(config, name)):
             raise ValueError(f"expected {name} to be {kind.said}, got {value!r}")

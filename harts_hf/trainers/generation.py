@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+# What TRL's supervised trainer has seen; other trainers have it in Trainer's state.
+_SUPERVISED_TOKENS = "_total_train_tokens"
+
 
 def file_of(folder: Path, rank: int) -> Path:
     """The file of one process in a checkpoint."""
@@ -29,6 +32,7 @@ def save_generation(trainer: Any, folder: Path) -> str | None:
         "metrics": _plain(trainer._metrics["train"], "metrics"),
         "loss": float(trainer._tr_loss),
         "last_logged": trainer._globalstep_last_logged,
+        "train_tokens": getattr(trainer, _SUPERVISED_TOKENS, 0),
         "rollouts": None,
     }
     reason = None
@@ -53,8 +57,10 @@ def load_generation(trainer: Any, folder: Path) -> None:
     trainer._metrics["train"] = defaultdict(list, state["metrics"])
     trainer._tr_loss = torch.tensor(state["loss"], device=device)
     trainer._globalstep_last_logged = state["last_logged"]
+    if hasattr(trainer, _SUPERVISED_TOKENS):
+        setattr(trainer, _SUPERVISED_TOKENS, state.get("train_tokens", 0))  # older checkpoints have none
     # The mean that Trainer logs at the end is over the steps since; this loss is of steps before.
-    ranks = trainer._tree.ranks
+    ranks = trainer.tree_policy.ranks
     total, _ = ranks.totals({"loss": state["loss"]}, {})
     trainer._total_loss_scalar -= total["loss"] / ranks.count
 

@@ -9,6 +9,7 @@ from harts_hf.modeling import patch
 from harts_hf.modeling.checkpointing import allow_some_layers, old_names
 from harts_hf.modeling.checks import check_trainable
 from harts_hf.modeling.patching import causal_lm_of
+from harts_hf.names import check_model_name
 from harts_hf.trainers.acceleration import check_uncompiled
 from harts_hf.trainers.experimental import own_collectors
 from harts_hf.trainers.expert_load import ExpertBiasUpdate, ExpertLoadFiles, send_bias_to_engines
@@ -18,12 +19,18 @@ from harts_hf.trainers.policy import TreePolicy
 from harts_hf.trainers.precision import keep_answers_wide
 from harts_hf.trainers.present_names import PresentNames
 from harts_hf.trainers.prompts import UnreadPrompts
-from harts_hf.trainers.refusals import check_has_steps, check_reference, check_settings, check_trl_version
+from harts_hf.trainers.refusals import (
+    check_offload,
+    check_prompts,
+    check_reference,
+    check_settings,
+    check_trl_version,
+)
 from harts_hf.trainers.resuming import TreeCheckpoints
 from harts_hf.trainers.router_loss import Support
 from harts_hf.trainers.routing_replay import TreeRoutingReplay
 from harts_hf.trainers.sampling import check_sampling
-from harts_hf.trainers.zero3 import gather_whole_layers, show_processes
+from harts_hf.trainers.zero3 import gather_whole_layers, name_accelerator, show_processes
 
 # TRL's positional arguments before processing_class: a model, its arguments, another, two data sets.
 _BEFORE_PROCESSING_CLASS = 5
@@ -71,8 +78,11 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints,
         if isinstance(model, nn.Module):  # TRL would fail on the wrapper of torch.compile, without a word about it
             check_uncompiled(model)
         check_reference(model, args, is_adapted=kwargs.get("peft_config") is not None)
+        if isinstance(model, str):  # Transformers asks a hub that does not answer again and again
+            check_model_name("model", model, revision=(args.model_init_kwargs or {}).get("revision"))
         if len(positional) < _BEFORE_PROCESSING_CLASS + 1 and kwargs.get("processing_class") is None:
             kwargs["processing_class"] = load_tokenizer(model, args)
+        name_accelerator()
         show_processes()
         with loading_text_models(type(self)), own_collectors(kwargs.get("rollout_func")), old_names():
             trl_trainer.__init__(*positional, **kwargs)
@@ -88,6 +98,11 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints,
             patch(self.accelerator.unwrap_model(reference))
         self._tree: Any = policy_class(self)
         self._begin_routers()
+
+    @property
+    def tree_policy(self) -> Any:
+        """The policy on rollout trees, a :class:`~harts_hf.trainers.policy.TreePolicy`: planner, ranks, step."""
+        return self._tree
 
     def _begin_routers(self) -> None:
         load, speed = self._tree.expert_load, self.args.tree_expert_bias_update_speed
@@ -144,9 +159,10 @@ class TreeHooks(TreeModelCard, PresentNames, TreeRoutingReplay, TreeCheckpoints,
 
         Raises:
             UnsupportedModelError: nothing of the model is trainable, or a part of it has been compiled.
-            ValueError: a data set that fills no batch.
+            ValueError: a data set without prompts, or that fills no batch; ``offload`` without a GPU.
         """
-        check_has_steps(self)
+        check_prompts(self)
+        check_offload(self)
         check_trainable(self.model)
         check_uncompiled(self.model)
 

@@ -26,6 +26,7 @@ from harts_hf.trainers.ppo_minibatches import deal_trees
 from harts_hf.trainers.ppo_policy import OTHERWISE, TreeActorCritic
 from harts_hf.trainers.ppo_rollouts import TREE, TreePPORollouts
 from harts_hf.trainers.resuming import load_weights
+from harts_hf.trainers.rows import ROUTES
 from harts_hf.trainers.step import TreeStep
 from harts_hf.trainers.value_head import head_taken_out, hide_from_engines, is_of_value_head, load_head, save_head
 
@@ -54,6 +55,7 @@ class TreePPOTrainer(TreePPORollouts, TreeOffPolicy, TreeEpisodes, TreeHooks, GR
     _tag_names = ["trl", "ppo", "harts"]  # noqa: RUF012 - TRL's own convention
 
     _config_class = TreePPOConfig
+    replays_engine_routes = replays_old_routes = True
     # Whether the value's parameters have been put into groups of their own.
     _has_value_groups = False
 
@@ -266,7 +268,8 @@ def _rows_of(batch: dict[str, Any], rows: np.ndarray) -> dict[str, Any]:
     """Some rows of a batch; numbers, and what is not by row, as they are."""
     count = len(batch["completion_ids"])
     index = torch.from_numpy(rows).to(batch["completion_ids"].device)
-    return {
+    routes = {ROUTES: [batch[ROUTES][row] for row in rows.tolist()]} if ROUTES in batch else {}
+    return routes | {
         key: value[index] if isinstance(value, torch.Tensor) and value.ndim and key != OTHERWISE else value
         for key, value in batch.items()
         if not isinstance(value, list) or len(value) != count

@@ -60,16 +60,34 @@ class TreeActorCritic(TreePolicy):
             super().add_slice(batch)
 
     def score(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_scored: int
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        num_scored: int,
+        batch: dict[str, Any] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs ``[B, C]`` of the policy and values ``[B, C + 1]``, the last that of each row's end."""
+        """Log-probs ``[B, C]`` of the policy and values ``[B, C + 1]``, the last that of each row's end.
+
+        Where routing is replayed, the policy takes the experts that are known, or the batch being generated keeps
+        those that it took, for every later step on it.
+
+        Args:
+            input_ids: ``[B, P + C]``.
+            attention_mask: of the same shape.
+            num_scored: C.
+            batch: of these rows, which may hold routes; None for rows that are not a batch yet.
+        """
         rows = PaddedRows.from_tensors(input_ids, attention_mask, num_scored)
+        given = self.routing.given_to(len(input_ids), is_policy=True) if batch is None else None
+        rows = rows.with_routes(given) if batch is None else rows.with_routes_of(batch)
         valued = ValuedRows(rows=rows, otherwise=rows.stand_in())
         policy = self._unwrapped(self.trainer.model)
         weights = self.weights_to_keep(policy)
         labels = (LOG_PROB,) if weights is None else POLICY_VALUES
         names = labels if self.value_model is not None else (*labels, VALUE)
-        found, scores = self._update(self.trainer.model, input_ids.device).scored(valued, names)
+        keeps = self.routing.keeps_scored(is_policy=True)
+        kept = (lambda _, routes: self.routing.keep_scored(input_ids, rows, routes)) if keeps else None
+        found, scores = self._update(self.trainer.model, input_ids.device, on_scored=kept).scored(valued, names)
         if weights is not None:
             self.scored_once.keep(weights, scores)
         if self.value_model is not None:

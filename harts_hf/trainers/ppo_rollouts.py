@@ -26,7 +26,7 @@ from harts_hf.trainers.ppo_policy import (
 )
 from harts_hf.trainers.ppo_rewards import as_token_rewards, with_final_rewards
 from harts_hf.trainers.ppo_rows import IS_TRAINED
-from harts_hf.trainers.rows import token_ids
+from harts_hf.trainers.rows import ROUTES, token_ids
 from harts_hf.trainers.weighing import WEIGHTS, trained
 
 # Entry of a batch: [B], the tree of each row on this process.
@@ -163,13 +163,24 @@ class TreePPORollouts:
         return mask, estimates
 
     def _own_values(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The policy's log-probs ``[B, C]`` and values ``[B, C + 1]`` of a batch, scored by now or not."""
+        """The policy's log-probs ``[B, C]`` and values ``[B, C + 1]`` of a batch, scored by now or not.
+
+        The batch gets the routes of that pass, if steps are to take them.
+        """
         ids = token_ids(output)
         if self._scored is not None and torch.equal(self._scored[0], ids):
             return self._scored[1:]
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-        with torch.no_grad(), without_checkpointing(self.model, self.args.activation_checkpointing_kwargs):
-            return self._tree.score(ids, mask, output["completion_ids"].shape[1])
+        with (
+            torch.no_grad(),
+            without_checkpointing(self.model, self.args.activation_checkpointing_kwargs),
+            self._tree.routing.generating() as generation,
+        ):
+            found = self._tree.score(ids, mask, output["completion_ids"].shape[1], output)
+        routes = generation.of_batch(output)
+        if routes is not None:
+            output[ROUTES] = routes
+        return found
 
     def _final_rewards(self, count: int) -> NDArray[np.float64]:
         """``[count]`` weighted rewards of this rank's episodes; NaN for one that no reward function knows."""

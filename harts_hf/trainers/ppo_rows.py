@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from harts_hf.modeling import ENTROPY, LOG_PROB
+from harts_hf.runtime.routes import TokenRoutes
 from harts_hf.trainers.rows import PaddedRows, token_ids
 from harts_hf.trainers.value_head import VALUE
 from harts_hf.tree import IntArray
@@ -36,7 +37,12 @@ class ValuedRows:
         up_to_last = trained.flip(1).long().cumsum(1).flip(1) > 0
         mask = torch.cat([batch["prompt_mask"], up_to_last.to(batch["prompt_mask"])], dim=1)
         rows = PaddedRows.from_tensors(token_ids(dict(batch)), mask, trained.shape[1])
-        return cls(rows=rows, otherwise=otherwise)
+        return cls(rows=rows.with_routes_of(dict(batch)), otherwise=otherwise)
+
+    @property
+    def routes(self) -> list[TokenRoutes | None] | None:
+        """Of each of :meth:`trajectories`, the experts that are known before; None where none are."""
+        return self.rows.routes
 
     def trajectories(self) -> list[IntArray]:
         """The real tokens of every row with a token to score."""

@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 from trl.trainer.utils import identity
 
+from harts_hf.trainers.origins import is_from
 from harts_hf.trainers.replacing import replaced
 
 # What of a trainer sees batches as the loader gives them; code of a user's own may want lists.
@@ -112,7 +113,7 @@ class UnreadPrompts:
 
 
 def _is_known(method: Any) -> bool:
-    return method.__module__.partition(".")[0] in ("trl", "harts_hf", "transformers")
+    return is_from(method, "trl", "harts_hf", "transformers")
 
 
 def prepared(trainer: Any, batch: Any) -> Any:

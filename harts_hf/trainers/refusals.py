@@ -17,11 +17,14 @@ from harts_hf.modeling.checkpointing import checkpointed_every
 from harts_hf.modeling.checks import REENTRANT_MESSAGE, check_experts, check_parallel_sizes
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.acceleration import check_acceleration
+from harts_hf.trainers.origins import is_from
 from harts_hf.trainers.ranks import check_backend
+from harts_hf.trainers.tree_options import check_optimizer
 from harts_hf.trainers.weighing import UNITS
 from harts_hf.trainers.zero3 import gathers_whole_layers
 
 TRL_RANGE = ("1.16", "1.17")
+LEVELS = ("token", "sequence")  # of GRPO's importance sampling
 
 
 def check_trl_version() -> None:
@@ -34,6 +37,7 @@ def check_trl_version() -> None:
 
 
 _SAMPLED_BY = ("get_train_dataloader", "_get_train_sampler")
+_READ_BY = ("get_train_dataloader", "_prepare_inputs", "_generate_and_score_completions")
 # Where launchers write the number of processes (torchrun and accelerate, Open MPI, MPICH and Intel MPI, MVAPICH).
 WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -91,21 +95,46 @@ def check_reference(model: Any, args: Any, *, is_adapted: bool) -> None:
         )
 
 
-def check_has_steps(trainer: Any) -> None:
-    """Refuses a data set of prompts that fills no batch by TRL's sampler, with which Trainer ends at step 0.
+def check_prompts(trainer: Any) -> None:
+    """Refuses a data set without prompts, and one that fills no batch by TRL's sampler: Trainer would end at step 0.
 
     Raises:
-        ValueError: fewer prompts than one generation takes.
+        ValueError: no column ``prompt``, fewer prompts than one generation takes.
     """
-    rows, args, kind = trainer.train_dataset, trainer.args, type(trainer)
-    is_stock = all(getattr(kind, name).__module__.startswith(("trl.", "harts_hf.")) for name in _SAMPLED_BY)
-    if not is_stock or not isinstance(rows, Dataset) or not hasattr(args, "generation_batch_size"):
+    rows, args = trainer.train_dataset, trainer.args
+    if not isinstance(rows, Dataset) or not hasattr(args, "generation_batch_size"):
+        return
+    if _is_stock(trainer, *_READ_BY) and "prompt" not in rows.column_names:
+        raise ValueError(f"expected a train_dataset with the column prompt, got {', '.join(rows.column_names)}")
+    if not _is_stock(trainer, *_SAMPLED_BY):
         return
     needed = args.generation_batch_size // args.num_generations
     if len(rows) < needed:
         raise ValueError(
             f"expected at least {needed} rows of train_dataset (generation_batch_size={args.generation_batch_size} / "
             f"num_generations={args.num_generations}), or no step can run, got {len(rows)}"
+        )
+
+
+def _is_stock(trainer: Any, *names: str) -> bool:
+    """Whether these methods are TRL's or ours, and not a user's."""
+    return all(is_from(getattr(type(trainer), name), "trl", "transformers", "harts_hf") for name in names)
+
+
+def check_offload(trainer: Any) -> None:
+    """Refuses activation checkpoints in pinned memory (``offload``) where there is no GPU that they would leave.
+
+    Raises:
+        ValueError: see above; PyTorch would say so in the first backward, when rollouts have been sampled.
+    """
+    args = trainer.args
+    kwargs = args.activation_checkpointing_kwargs or {}
+    is_dry_run = trainer.model.device.type == "meta"  # of a training that may run on a GPU elsewhere
+    on_cpu = args.use_cpu or (trainer.accelerator.device.type == "cpu" and not is_dry_run)
+    if on_cpu and args.activation_checkpointing and kwargs.get("offload"):
+        raise ValueError(
+            "expected a GPU for offload=True of activation_checkpointing_kwargs, which moves what layers keep into "
+            "the CPU's memory, got a training on the CPU, where it is already: leave offload out"
         )
 
 
@@ -134,6 +163,11 @@ def check_settings(trainer: Any) -> None:
             f"{getattr(args, 'loss_type', None)!r}",
         ),
         (
+            has_loss_types and args.importance_sampling_level not in LEVELS,
+            f"importance_sampling_level to be one of {', '.join(LEVELS)}",
+            f"{getattr(args, 'importance_sampling_level', None)!r}",
+        ),
+        (
             has_coefficient and trainer.router_loss == "refused",
             f"no auxiliary loss of the router in {type(trainer).__name__}, whose loss has no place for it",
             f"router_aux_loss_coef={getattr(trainer, 'router_aux_loss_coef', None)}: set router_aux_loss_coef=0 to "
@@ -156,6 +190,7 @@ def check_settings(trainer: Any) -> None:
     for wrong, expected, got in refused:
         if wrong:
             raise UnsupportedModelError(f"expected {expected}, got {got}" if expected else got)
+    check_optimizer(args)
     if has_coefficient and trainer.router_loss == "absent":
         warnings.warn(
             f"router_aux_loss_coef={trainer.router_aux_loss_coef} has no effect: GMPO's loss has no auxiliary loss of "

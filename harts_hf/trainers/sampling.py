@@ -15,9 +15,11 @@ TRL's generation from prompts   yes                       yes (it keeps step)   
 from typing import Any
 
 from accelerate.utils import DistributedType
+from datasets import Dataset
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from harts_hf.errors import UnsupportedModelError
+from harts_hf.rollouts.fields import shortened
 
 ALTERNATIVE = (
     "serve the policy with vLLM (use_vllm: true, vllm_mode: server; docs/engines.md) and sample by an environment or "
@@ -26,10 +28,14 @@ ALTERNATIVE = (
 
 
 def check_sampling(trainer: Any) -> None:
-    """Raises UnsupportedModelError for a way of sampling that would hang or fail later under the trainer's backend.
+    """Refuses a way of sampling that would hang or fail later.
 
     Args:
         trainer: a TRL trainer that is built.
+
+    Raises:
+        UnsupportedModelError: it would under the trainer's backend.
+        ValueError: prompts that are texts where TRL's own loop plays tools or environments.
     """
     kind = trainer.accelerator.distributed_type
     reason = why_not_sampled(
@@ -40,6 +46,10 @@ def check_sampling(trainer: Any) -> None:
     )
     if reason is not None:
         raise UnsupportedModelError(reason)
+    if _plays_tools(trainer):
+        evaluated = getattr(trainer, "eval_dataset", None)
+        for dataset in (trainer.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])):
+            _check_are_messages(dataset)
 
 
 def why_not_sampled(trainer: Any, *, num_processes: int, is_fsdp: bool, is_zero3: bool) -> str | None:
@@ -63,7 +73,7 @@ def why_not_sampled(trainer: Any, *, num_processes: int, is_fsdp: bool, is_zero3
             f"model (processes that sample other numbers of tokens would wait for one another for ever), got "
             f"{_sharding(is_fsdp)}: {ALTERNATIVE}"
         )
-    if not getattr(trainer, "tools", None) or getattr(trainer, "rollout_func", None) is not None:
+    if not _plays_tools(trainer):
         return None
     if num_processes == 1 or not (server or (not trainer.use_vllm and (is_fsdp or is_zero3))):
         return None
@@ -73,6 +83,20 @@ def why_not_sampled(trainer: Any, *, num_processes: int, is_fsdp: bool, is_zero3
         f"calls tools until its own conversations are over, and the others would wait for ever), got {num_processes} "
         f"processes and {got}: {ALTERNATIVE}"
     )
+
+
+def _plays_tools(trainer: Any) -> bool:
+    return bool(getattr(trainer, "tools", None)) and getattr(trainer, "rollout_func", None) is None
+
+
+def _check_are_messages(dataset: Any) -> None:
+    # TRL's loop looks for calls in the messages of an answer, and a text gets none.
+    if isinstance(dataset, Dataset) and len(dataset) and isinstance(prompt := dataset[0].get("prompt"), str):
+        raise ValueError(
+            'expected prompts that are messages, such as [{"role": "user", "content": "Hi"}], where TRL plays tools '
+            f"or environment_factory itself, got the text {shortened(prompt)}: write the data set so, or play them as "
+            "trees (ToolEnvironment; in a recipe, branching), which takes texts"
+        )
 
 
 def _sharding(is_fsdp: bool) -> str:

@@ -224,7 +224,7 @@ def _refuse(args: TreeSFTConfig, kwargs: dict[str, Any]) -> None:
         (args.activation_offloading, "activation_offloading=True"),
         (
             checkpointing.get("selective", False),
-            "gradient_checkpointing_kwargs={'selective': True}",
+            "activation_checkpointing_kwargs={'selective': True}",
         ),
     ]
     for wrong, got in refused:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from harts_hf.trainers.origins import is_from
 from harts_hf.trainers.router_loss import has_router_loss
 
 # Batch entries through which a loss compares the policy with other log-probs.
@@ -42,4 +43,4 @@ def reason_to_score(trainer: Any, batch: dict[str, Any]) -> str | None:
 def has_custom_loss(trainer: Any) -> bool:
     """Whether a part of the loss is neither TRL's nor ours: overridden in a subclass, replaced on the instance."""
     methods = [getattr(trainer, name) for name in LOSS_METHODS if hasattr(trainer, name)]
-    return any(method.__module__.partition(".")[0] not in ("trl", "harts_hf") for method in methods)
+    return not all(is_from(method, "trl", "harts_hf") for method in methods)

@@ -1,5 +1,6 @@
 """The options of all tree trainers, as flat fields of their configurations."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -7,7 +8,7 @@ from harts_hf.planner import CostModel, PlannerConfig
 from harts_hf.planner.config import ExecutionChoice, Sharing
 from harts_hf.runtime.budgets import Budget
 from harts_hf.runtime.placing import PLACEMENTS
-from harts_hf.trainers.field_checks import FLAG, PATH, check_fields, integer, number, one_of
+from harts_hf.trainers.field_checks import FLAG, FRACTION, PATH, check_fields, integer, number, one_of
 from harts_hf.trainers.router_loss import SCOPES
 from harts_hf.trainers.routing_replay import REPLAYS
 
@@ -15,8 +16,37 @@ LATENTS = ("compressed", "expanded")
 FUSED_MODULES = ("auto", "off")
 # Of a limit: what fits into the device's memory.
 AUTO = "auto"
-# Transformers' fields, checked before TRL divides by some of them.
-_OF_STEPS = {"per_device_train_batch_size": integer(1), "gradient_accumulation_steps": integer(1)}
+# Fields of Transformers and TRL, where a configuration has them. Those that TRL divides by, before it does:
+_OF_STEPS = {
+    "per_device_train_batch_size": integer(1),
+    "gradient_accumulation_steps": integer(1),
+    "num_generations": integer(1),
+}
+# Those with which a training would find out after its first rollouts, or never: of 0 iterations, or steps per
+# generation, TRL makes a data set without rows and ends; NaN in the loss or the optimizer is in every weight.
+_OF_TRAINING = {
+    "num_iterations": integer(1),
+    "steps_per_generation": integer(1),
+    "temperature": number(above=True),
+    "beta": number(),
+    "epsilon": number(),
+    "epsilon_high": number().or_none(),
+    "delta": number(above=True).or_none(),
+    "entropy_coef": number(-math.inf),
+    "top_entropy_quantile": number(high=1),
+    "off_policy_mask_threshold": number(-math.inf).or_none(),
+    "sapo_temperature_neg": number(above=True),
+    "sapo_temperature_pos": number(above=True),
+    "scale_rewards": one_of(("group", "batch", "none")),
+}
+_OF_OPTIMIZERS = {
+    "learning_rate": number(),
+    "weight_decay": number(),
+    "adam_epsilon": number(),
+    "adam_beta1": FRACTION,
+    "adam_beta2": FRACTION,
+    "max_grad_norm": number(-math.inf).or_none(),
+}
 # Fields of TreeOptions, but for the limits, and what the planner checks.
 _OF_TREES = {
     "tree_cost": PATH.or_none(),
@@ -207,8 +237,7 @@ class TreeOptions:
         if isinstance(self.tree_replay_routing, bool) or self.tree_replay_routing is None:
             self.tree_replay_routing = "scoring" if self.tree_replay_routing else "off"
         check_fields(self, _OF_TREES)
-        if hasattr(self, "temperature"):
-            check_fields(self, {"temperature": number(above=True)})
+        check_fields(self, _OF_TRAINING)
         if self.tree_split_on_routes and self.tree_replay_routing != "engine":
             raise ValueError(
                 "expected tree_replay_routing='engine' with tree_split_on_routes=True, got "
@@ -250,6 +279,14 @@ class TreeOptions:
             execution=cast(ExecutionChoice, self.tree_execution),
             cost=None if self.tree_cost is None else CostModel.load(self.tree_cost),
         )
+
+
+def check_optimizer(arguments: Any) -> None:
+    """Raises ValueError for numbers with which an optimizer makes nothing of the weights, or NaN.
+
+    Not when the configuration is made, so that a dry run says what else is refused.
+    """
+    check_fields(arguments, _OF_OPTIMIZERS)
 
 
 def _limit(name: str, value: Any, *, optional: bool) -> int | str | None:

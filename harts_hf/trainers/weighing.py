@@ -137,10 +137,11 @@ def weighed_loss(
     # Near the reference, k3 is nothing but the rounding of its terms, of size 1 at each token.
     eps = max(torch.finfo(value.dtype).eps for value in (loss, log_probs))
     floor = eps * log_probs.shape[1] if reference is not None else 1e-12
-    if abs(float(loss) - float(total)) > _ROUNDING * float(magnitude) + floor:
+    said = loss.item()
+    if abs(said - float(total)) > _ROUNDING * float(magnitude) + floor:
         raise ValueError(
             "expected a loss whose policy, KL and entropy terms make it up with tree_episode_weight='episode', got "
-            f"{float(loss)} of which they are {float(total)}: use tree_episode_weight='sample'"
+            f"{said} of which they are {float(total)}: use tree_episode_weight='sample'"
         )
     weights = batch[WEIGHTS].to(loss.device)
     value = sum((part * weights).sum() for part in per_row)

@@ -1,10 +1,21 @@
 """DeepSpeed ZeRO-3: models built in parts, parameters gathered layer by layer, not module by module."""
 
+import os
 from typing import Any
 
+import torch
 from torch import distributed, nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def name_accelerator() -> None:
+    """Without a GPU, tells DeepSpeed to take the CPU, which it would take with a warning.
+
+    Accelerate (1.15) imports it wherever it is installed, also where nothing runs under it.
+    """
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def show_processes() -> None:

@@ -140,7 +140,7 @@ def _measure_layered(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}
     log_probs = []
-    with float64_everywhere(model), oracle.wide(sums):
+    with float64_everywhere(model), oracle.wide(sums, with_routers=router_loss != 0):
         by_probability = router_loss * _derivatives(model, [[tokens] for tokens in trajectories], router_loss)
         for tokens, weight in zip(trajectories, weights, strict=True):
             (values,), probabilities = _expanded_log_probs(model, [tokens], with_routers=router_loss != 0)

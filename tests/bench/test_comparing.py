@@ -1,6 +1,7 @@
 """Steps that are compared: right ones agree, and a bug of the tree or of all kernels is seen, in bfloat16 too."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,10 +9,12 @@ import torch
 from support import planted
 from support.models import VOCAB, tiny_model
 
-from harts_hf.bench import comparing, variants
+from harts_hf.bench import comparing, measure, variants
+from harts_hf.bench.parity import Parity
 from harts_hf.bench.progress import read_said
+from harts_hf.bench.results import BenchOptions
 from harts_hf.bench.rollouts import StepRollouts
-from harts_hf.bench.sides import BenchStep, Setting, common_arguments
+from harts_hf.bench.sides import PACKED, TREE, BenchStep, Setting, common_arguments
 from harts_hf.bench.subject import word_tokenizer
 from harts_hf.modeling import forwards
 from harts_hf.rollouts.shapes import shape_group
@@ -132,3 +135,36 @@ def test_a_mixture_of_experts_in_bfloat16(plant, message, monkeypatch):
         assert told < 0.05 < own and found.from_packed["tree 225"] < told
     else:
         assert any(message in failure for failure in found.failures), found.failures
+
+
+@pytest.mark.parametrize(("once_above", "steps"), [(1.0, 1), (5.0, 3)])
+def test_a_long_baseline_is_timed_when_it_is_tried(once_above, steps, monkeypatch):
+    """Above so many seconds its step with stages is its timed one; sides that are refused have no times."""
+    ran = []
+
+    def side(setting, step):
+        clock = SimpleNamespace(seconds=2.0, phases={}, peak_memory=None, clocks=None, report=None)
+        made = SimpleNamespace(setting=setting, clock=clock, log={}, rows_per_batch=1)
+        made.step = lambda: ran.append(setting.kind)
+        return made
+
+    monkeypatch.setattr(measure, "build_side", side)
+    options = BenchOptions(kinds=(PACKED, TREE), budgets=(64,), steps=2, stages_when_tried=True, once_above=once_above)
+    rollouts = SimpleNamespace(num_tokens=9, token_ids=[[1]], tree=SimpleNamespace(num_tokens=9))
+    step = SimpleNamespace(
+        model=torch.nn.Linear(1, 1), rollouts=rollouts, args=SimpleNamespace(bf16=False), optimizer=object(),
+        old_log_probs=False,
+    )  # fmt: skip
+    empty = Parity(reference="", differences={}, from_packed={}, limits={}, failures=[], tokens=1, trajectories=1)
+    for failures in ([], ["gradients differ"]):
+        ran.clear()
+        bench = measure._Bench(step, options, lambda text: None)
+        for name, stub in {
+            "_time_stages": lambda side, timed: side.step(), "_ideals": dict, "_whole_steps": list,
+            "_parity": lambda found=failures: replace(empty, failures=found),
+        }.items():  # fmt: skip
+            monkeypatch.setattr(bench, name, stub)
+        found = bench.run()
+        assert ran.count(PACKED) == (1 if failures else steps)
+        times = [len(found.sides[kind].seconds) for kind in (PACKED, TREE)]
+        assert times == ([0, 0] if failures else [max(1, steps - 1), 2])

@@ -265,7 +265,7 @@ def test_launch_files_that_do_something_else(tmp_path):
     assert "expected FSDP2 (fsdp_version: 2), got version 1" in message
     (message,) = find_launch(written(tmp_path, "DEEPSPEED", deepspeed_config={"zero_stage": 0}), None, 1).refused
     assert "expected ZeRO stage 1, 2 or 3, got 0" in message
-    with pytest.raises(ValueError, match="to be a file that Accelerate reads, got 'nowhere'"):
+    with pytest.raises(ValueError, match="that Accelerate reads, got 'nowhere': no such file, seen from /"):
         find_launch("nowhere", None, 1)
 
 

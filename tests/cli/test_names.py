@@ -7,9 +7,9 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-from harts_hf.cli import names
+from harts_hf import names
 from harts_hf.cli.loading import tokenizer_name
-from harts_hf.cli.names import check_model_name
+from harts_hf.names import check_model_name
 
 ANSWER = httpx2.Response(404, request=httpx2.Request("HEAD", "https://hub.example/config.json"))
 

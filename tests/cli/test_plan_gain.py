@@ -20,7 +20,7 @@ from harts_hf.cli.plan_text import NOT_SHARED, factor, format_report, gigabytes,
 from harts_hf.modeling import handed_sizes
 from harts_hf.modeling.costs import DEFAULT_WORK, count_work, scaled_cost
 from harts_hf.modeling.memory import row_bytes
-from harts_hf.planner import DEFAULT_COST, PlannerConfig, plan_step
+from harts_hf.planner import DEFAULT_COST, PlannerConfig, plan_step, plan_window
 from harts_hf.rollouts import plot
 from harts_hf.rollouts.recorded import Rollout, RolloutGroup, tree_of_groups
 from harts_hf.runtime.ops import ops_of
@@ -202,6 +202,23 @@ def test_bars_are_as_long_as_the_gain():
     assert tokens[:2] == list(report.gain.tokens) and times[:2] == list(report.gain.seconds)
     before, after = report.gain.memory
     assert memory == [before.total, after.activations, after.kept]
+
+
+@pytest.mark.parametrize("execution", ["replay", "nested", "keep"])
+def test_brackets_of_trunks(execution):
+    """From the first forward of a trunk or a dependent to the trunk's backward; dependents' backwards lie inside."""
+    tree = tree_of_groups(groups(3, 2))
+    schedule = plan_window(tree, replace(CUT, execution=execution, world_size=2))
+    brackets = [one for rank in range(2) for one in plan_picture.trunk_brackets(schedule, rank)]
+    trunks = sorted(trunk for microbatch in schedule.microbatches for trunk in set(microbatch.trunks))
+    assert trunks and len(brackets) == len(set(trunks))
+    for rank, level, first, last in brackets:
+        ops = schedule.ops(rank)
+        kind, trunk = ops[last]
+        assert kind == "B" and level == len(schedule.microbatches[trunk].trunks)
+        family = [trunk, *(one.id for one in schedule.microbatches if trunk in one.trunks)]
+        inside = ops[first : last + 1]
+        assert ops[first][0] == "F" and all(("F", one) in inside and ("B", one) in inside for one in family)
 
 
 def test_each_thing_has_a_colour_of_its_own():

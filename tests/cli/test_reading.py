@@ -10,6 +10,7 @@ from support.forms import FORMS, MESSAGES, TURNS
 from harts_hf.cli.main import main
 from harts_hf.errors import HartsWarning
 from harts_hf.rollouts.files import read_rollout_rows
+from harts_hf.rollouts.recorded_episodes import read_groups
 
 
 @pytest.fixture
@@ -42,6 +43,33 @@ def test_what_was_made_of_conversations_is_said(rollouts, tokenizer, tmp_path, c
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["total"]["unique"] == unique and content["total"]["trajectories"] == 9
     assert content["input"] == {"form": "messages", "conversations": 3, "notes": {}}
+
+
+@pytest.mark.parametrize(
+    ("row", "trains"),
+    [
+        ({"token_ids": [1, 2, 3], "loss_mask": [1, 0, 0]}, False),  # nothing predicts the first token
+        ({"token_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}, True),
+        ({"token_ids": [1, 2, 3]}, True),  # does not say
+        ({"parent": [-1], "length": [3], "sample_node": [0], "trained": [[]]}, False),
+        ({"parent": [-1], "length": [3], "sample_node": [0], "trained": [[[1, 2]]]}, True),
+    ],
+)
+def test_a_file_that_trains_nothing_says_so(row, trains, tmp_path, capsys):
+    """Masks that leave no token, in rollouts and shapes; `harts verify` compares all tokens and passes."""
+    (path := tmp_path / "r.jsonl").write_text(f"{json.dumps({'group': 'a', **row})}\n" * 2)
+    assert main(["plan", str(path)]) == 0
+    assert capsys.readouterr().err.startswith(f"harts: warning: {path}: nothing of it would be trained") != trains
+
+
+def test_a_recording_without_groups_names_the_likely_key(tmp_path):
+    """In Python as on the command line, and the key is not said to be unread beside."""
+    rows = [{"token_ids": [1, 2], "loss_mask": [0, 1], "task": number % 2} for number in range(3)]
+    (path := tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.warns(HartsWarning) as caught:
+        read_groups(path, None, form=None, samples_per="turn", group_key=None)
+    (said,) = (str(one.message) for one in caught)
+    assert said.startswith(f"{path}: no row says its group") and "task makes 2 groups (in Python group_key=)" in said
 
 
 def test_options_of_reading(rollouts, tokenizer, capsys):

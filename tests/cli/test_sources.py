@@ -9,6 +9,8 @@ from support.chat import byte_tokenizer
 from trl.chat_template_utils import qwen3_5_think_chat_template
 
 from harts_hf.cli.main import main as harts
+from harts_hf.cli.sources import _say_unused
+from harts_hf.cli.train_arguments import PolicyArguments, TrainArguments
 
 USER_CODE = '''
 def rewards(completion_ids, **columns):
@@ -117,6 +119,7 @@ REWARDS = ("--reward_funcs", "my_code:rewards")
 DATA = ("--dataset_name", "prompts.jsonl")
 
 
+@pytest.mark.essential("rollout_func", "environment_factory")
 @pytest.mark.parametrize(
     "options",
     [
@@ -199,6 +202,11 @@ def test_evaluation(train, tmp_path):
             "got environment_factory and",
         ),
         (("--branching", "2", "2"), "expected no branching without environment or environment_factory, got [2, 2]"),
+        (
+            ("--rollout_func", "my_code:play", "--fork_policy", "entropy"),
+            "expected no fork_policy beside rollout_func",
+        ),
+        (("--fork_policy", "entropy", *DATA, *REWARDS), "expected no fork_policy without environment or"),
         (("--environment_factory", "my_code:Counter", "--environment_kwargs.x", "1"), "do not fit my_code:Counter"),
         (
             ("--environment_factory", "my_code:Counter", "--collector_kwargs.x", "1"),
@@ -230,6 +238,34 @@ def test_what_contradicts_is_refused(options, message, train):
     assert status == 2 and message in error
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            {"rollout_func": "play", "max_turns": 3, "agent_timeout": 5},
+            "agent_timeout and max_turns are not used with",
+        ),
+        (
+            {"environment": "Game", "agent_concurrency": 3, "max_turns": 3},
+            "agent_concurrency is not used with environment\n",
+        ),
+        (
+            {"environment_factory": "Counter", "max_turns": 3},
+            "max_turns is not used with environment_factory, which TRL",
+        ),
+        ({"environment_factory": "Counter", "max_turns": 3, "branching": [2, 2]}, ""),
+        ({"max_turn_tokens": 3}, "max_turn_tokens is not used with prompts\n"),
+        ({"agent": "play", "agent_timeout": 5, "max_turns": 3}, ""),
+    ],
+    ids=["rollout_func", "environment", "trl", "forked", "prompts", "agent"],
+)
+def test_limits_that_nobody_reads_are_named(options, line, capsys):
+    """On stderr: a recipe may keep those of another source, but who sets a limit should know that it is none."""
+    _say_unused(TrainArguments(**options))
+    said = capsys.readouterr().err
+    assert said.startswith(line) and bool(said) == bool(line)
+
+
 def test_groups_that_processes_would_split(train):
     """Four rollouts a process and groups of eight: each process would have half a group."""
     from types import SimpleNamespace
@@ -250,3 +286,10 @@ def test_a_lora_without_dropout_by_default(train, tmp_path):
     assert status == 0, error
     saved = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert saved["lora_dropout"] == 0.0
+
+
+@pytest.mark.parametrize("modules", [["q_proj"], ["q_proj", "k_proj"], ["all-linear"], [".*q_proj"], []])
+def test_modules_of_a_lora(modules):
+    """A list of one name stays a list: as a text, PEFT would look for a module of this whole dotted name."""
+    is_text = modules in (["all-linear"], [".*q_proj"])
+    assert PolicyArguments(lora_target_modules=modules).lora_target_modules == (modules[0] if is_text else modules)

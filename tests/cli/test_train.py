@@ -343,14 +343,14 @@ def test_unknown_keys_are_named(tmp_path, capsys):
         (["--output_dir", TINY], f"expected output_dir to be a folder that can be written, got '{TINY}': File exists"),
         (["--model_config", '{"hidden_size": "x"}'], "expected model_config to be fields of a bailing_hybrid config"),
         (["--beta", "0.1"], "expected beta 0 for random weights (model_type)"),
-        (["--num_generations", "0"], "expected num_generations of at least 2, got 0"),
+        (["--num_generations", "0"], "expected num_generations to be an integer of at least 1, got 0"),
         (["--use_vllm", "true"], "vLLM is not available"),
         (["--cpu_threads", "0"], "expected cpu_threads of at least 1, got 0"),
         (["--max_steps", "-1"], "expected max_steps of at least 1 where no dataset is named, got -1"),
         (["--tree_max_tokens_per_microbatch", "10"], "got 10"),
         (["--learning_rate", "nan"], "expected learning_rate to be a finite number of at least 0, got nan"),
         (["--learning_rate", "-1"], "expected learning_rate to be a finite number of at least 0, got -1.0"),
-        (["--adam_beta2", "1"], "expected adam_beta2 in [0, 1), got 1.0"),
+        (["--adam_beta2", "1"], "expected adam_beta2 to be a number in [0, 1), got 1.0"),
     ],
 )
 def test_settings_that_cannot_work(arguments, message, capsys):

@@ -86,7 +86,8 @@ PLANTS = [planted.sequential_positions, planted.one_label_per_row, planted.conv_
 @pytest.mark.parametrize(
     ("plant", "with_oracle"),
     # A token that is missing 60 positions earlier changes less than what is excused without an oracle.
-    [*((plant, True) for plant in (*PLANTS, planted.replay_one_token_short)), *((plant, False) for plant in PLANTS)],
+    # Whichever it is, the limits without one are the same.
+    [*((plant, True) for plant in (*PLANTS, planted.replay_one_token_short)), (planted.conv_over_branches, False)],
     ids=lambda value: getattr(value, "__name__", f"oracle-{value}"),
 )
 def test_fails_with_a_bug_planted(plant, with_oracle, models, rollouts, monkeypatch, capsys):
@@ -132,7 +133,7 @@ def test_shapes_and_configurations(form, tmp_path, capsys):
     config.save_pretrained(tmp_path)
     model = tmp_path / "config.json" if form == "file" else tmp_path
     shapes = shape_file("tot_game24")
-    status, output = run("--model", model, shapes, "--max-tokens", 400, "--draws", 2, "--no-oracle", capsys=capsys)
+    status, output = run("--model", model, shapes, "--max-tokens", 400, "--draws", 1, "--no-oracle", capsys=capsys)
     assert status == 0, output.out
     assert "trajectories cut to fit; tokens drawn at random" in output.out
     assert "RANDOM WEIGHTS" in output.out

@@ -4,6 +4,7 @@ Budget: as in test_ranks.py; stock TRL with spread experts differs from stock TR
 SGD steps that move parameters by 3e-3.
 """
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -16,22 +17,25 @@ SCRIPT = Path(__file__).parent / "train_experts.py"
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def left(request):
-    """What all processes left."""
-    count = request.param
+@functools.cache
+def left_of(count):
+    """What so many processes left."""
     folder = made_once(f"experts-{count}", lambda folder: run_processes(SCRIPT, folder, count=count))
     return [torch.load(folder / f"experts-{rank}.pt", weights_only=True) for rank in range(count)]
 
 
-@pytest.mark.parametrize("way", ["tree-experts", "tree-kept-graphs"])
-def test_spread_experts_train_as_whole_ones(way, left):
+@pytest.mark.parametrize(
+    ("count", "way"),
+    [(2, "tree-experts"), (2, "tree-kept-graphs"), pytest.param(4, "tree-kept-graphs", marks=pytest.mark.slow)],
+)
+def test_spread_experts_train_as_whole_ones(count, way):
     """Experts get compact rows of a tree from all processes; parameters are those of stock TRL under DDP.
 
     Activation checkpointing is on, with one plan for all; then off, with a plan of each process's own. The processes
     open and close graphs at other places, so a dummy is open above a microbatch that its process is done with:
     gradients have to go back to where rows came from. With four processes, tokens go around in two pairs.
     """
+    left = left_of(count)
     for rank in left:
         stock, tree = rank["stock-ddp"], rank[way]
         assert (stock["world_size"], stock["wrapper"]) == (len(left), "DistributedDataParallel")
@@ -47,7 +51,7 @@ def test_spread_experts_train_as_whole_ones(way, left):
     assert any(op == ("B", DUMMY) for rank in left for op in rank[way]["ops"])
 
 
-def test_joined_convolutions_are_still_loaded_wrongly_in_parts(left):
+def test_joined_convolutions_are_still_loaded_wrongly_in_parts():
     """Why such families are refused; if this fails, Transformers is mended, and `Family.joins_convolutions` can go."""
-    names = left[0]["misplaced"]
+    names = left_of(2)[0]["misplaced"]
     assert names and all(name.endswith("conv1d.weight") for name in names)

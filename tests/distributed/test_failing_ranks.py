@@ -16,7 +16,7 @@ EXPECTED = {
         "ValueError: expected prompts of at least one",
         "OtherRankError: process 0 raised ValueError: expected pr",
     ),
-    "settings": ("the same settings of plans (tree_*, the cost model) and names",) * 2,
+    "settings": ("got max_tokens_per_microbatch: 64 on process 0, 128 on process 1",) * 2,
     "plans": ("the same plan on every process, got the hashes",) * 2,
     "reward": ("OtherRankError: process 1 raised LookupError: no such test", "LookupError: no such test"),
     "advantages": ("ValueError: expected finite advantages", "process 0 raised ValueError: expected finite adv"),

@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from support.launching import made_once, run_processes
-from support.models import tiny_model
+from support.models import shallow_model
 from support.oracle import float64_everywhere
 from support.ppo_oracle import PPOLoop
 from support.ppo_runs import DISTRIBUTED, FAMILY, HEAD, arguments, with_adapters
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.distributed
 
 
 def tolerance(way):
-    """Of what training moved parameters by: float64, and float32 on models of three layers."""
+    """Of what training moved parameters by: float64, and float32 on models of two layers."""
     return 1e-9 if way.startswith("ddp") else 1e-4
 
 
@@ -56,9 +56,9 @@ def followed(folder, kind):
         kind: "head", "model" or "lora".
     """
     ranks = [pickle.loads((folder / f"ddp-{rank}.pickle").read_bytes()) for rank in (0, 1)]
-    plain = tiny_model(FAMILY, dtype=torch.float64, seed=1)
+    plain = shallow_model(FAMILY, dtype=torch.float64, seed=1)
     plain = with_adapters(plain) if kind == "lora" else plain
-    critic = tiny_model(FAMILY, dtype=torch.float64, seed=5) if kind == "model" else None
+    critic = shallow_model(FAMILY, dtype=torch.float64, seed=5) if kind == "model" else None
     models = [plain] if critic is None else [plain, critic]
     start = [{name: value.detach().clone() for name, value in model.named_parameters()} for model in models]
     args = TreePPOConfig(**arguments(folder, **DISTRIBUTED))
@@ -110,7 +110,7 @@ def test_what_is_saved(way, left):
     assert stored.keys() == {"critic.weight", "critic.bias"}
     assert all(torch.equal(value, own[name]) for name, value in stored.items())
     if "lora" in way:
-        policy = PeftModel.from_pretrained(tiny_model(FAMILY, seed=1), saved)
+        policy = PeftModel.from_pretrained(shallow_model(FAMILY, seed=1), saved)
         adapters = {name: value for name, value in policy.named_parameters() if "lora" in name}
         assert adapters and all(torch.equal(value, own[name]) for name, value in named_alike(adapters).items())
     else:
@@ -135,7 +135,7 @@ def test_backends_agree_on_adapters(left):
     """After steps of AdamW, as far as float32 goes."""
     one, other = (left[1][way][0]["parameters"] for way in RESUMED[:2])
     adapters = {name: value for name, value in named_alike(one).items() if "lora" in name or "critic" in name}
-    begun = named_alike(dict(with_adapters(tiny_model(FAMILY, seed=1)).named_parameters()))
+    begun = named_alike(dict(with_adapters(shallow_model(FAMILY, seed=1)).named_parameters()))
     begun |= dict(zip(("critic.weight", "critic.bias"), (value.float() for value in HEAD), strict=True))
     assert len(adapters) > 4
     for name, value in adapters.items():

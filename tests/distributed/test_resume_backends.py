@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.launching import made_once, run_processes
-from support.models import tiny_model
+from support.models import shallow_model
 from support.trainer_runs import TIMED
 
 SCRIPT = Path(__file__).parent / "train_resumed.py"
@@ -46,7 +46,7 @@ WRAPPERS = {
 }
 KILLED = ["ddp", "fsdp2"]  # which are resumed after a kill
 CASES = ["fsdp2-lora", "zero2", "zero3"]
-MORE_CASES = ["ddp-lora", "zero1", "zero3-lora"]
+MORE_CASES = ["ddp-lora", "zero3-lora"]
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
@@ -128,7 +128,7 @@ def assert_resumed(left, case):
         wrapper = WRAPPERS.get(case) or WRAPPERS["zero" if case.startswith("zero") else "ddp"]
         for one in (whole, resumed):
             assert (one["world_size"], one["distributed_type"], one["wrapper"]) == (2, *wrapper)
-            assert one["layers_gathered_at_once"] == (3 if case == "zero3" else 0)  # a frozen base has none
+            assert one["layers_gathered_at_once"] == (2 if case == "zero3" else 0)  # a frozen base has none
         assert_equal(resumed, whole, steps=2)
 
 
@@ -202,7 +202,7 @@ def test_another_number_of_processes(folder, left):
     for case in ("ddp", "fsdp2"):
         whole, (one,) = left[f"{case}-boundary"][0], found[f"{case}-one"]
         assert one["error"] is None and one["world_size"] == 1
-        start = dict(tiny_model(FAMILY[case], seed=1).named_parameters())
+        start = dict(shallow_model(FAMILY[case], seed=1).named_parameters())
         moved = [(whole["parameters"][name] - start[name]).abs().max().item() for name in start]
         assert max(moved) > 1e-3
         for name, value in whole["parameters"].items():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.launching import made_once, run_processes
-from support.models import tiny_model
+from support.models import shallow_model
 from support.trainer_runs import TIMED
 
 SCRIPT = Path(__file__).parent / "train_sft.py"
@@ -38,7 +38,7 @@ def left():
 def test_equals_trl(backend, left):
     """Parameters and TRL's metrics; the tree shared."""
     tree, stock = (left[backend, name][0] for name in ("tree", "stock"))
-    start = tiny_model("qwen3_5_text", dtype=torch.float64, seed=1).state_dict()
+    start = shallow_model("qwen3_5_text", dtype=torch.float64, seed=1).state_dict()
     moved = max((value.double() - start[name]).abs().max().item() for name, value in stock["parameters"].items())
     assert 1e-4 < moved < 1
     for name, value in stock["parameters"].items():

@@ -4,7 +4,8 @@
 
 Two processes have all experts together; of four, two pairs, which shard them with one another.
 
-Also loads a model with joined convolutions in parts, and notes how far its weights are off.
+Two also train without kept graphs, and load a model with joined convolutions in parts, of which they note how far its
+weights are off.
 """
 
 import os
@@ -27,7 +28,7 @@ def main() -> None:
     """See the module."""
     from accelerate import PartialState
     from support import recorded
-    from support.models import tiny_model
+    from support.models import shallow_model
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
     from trl import GRPOConfig, GRPOTrainer
@@ -39,7 +40,7 @@ def main() -> None:
     PartialState(cpu=True)
     for family in (FAMILY, JOINED):
         if rank == 0:
-            model = tiny_model(family, seed=1)
+            model = shallow_model(family, seed=1)
             model.config.router_aux_loss_coef = 0.0
             model.save_pretrained(folder / family)
     torch.distributed.barrier()
@@ -51,7 +52,7 @@ def main() -> None:
         return ops, num_scoring
 
     run.ops_of = noted
-    for kind in KINDS:
+    for kind in KINDS if world_size == 2 else KINDS[::2]:
         spread = DistributedConfig(ep_size=2, fsdp_size=world_size) if kind != "stock-ddp" else None
         options = {} if spread is None else {"distributed_config": spread}
         model = AutoModelForCausalLM.from_pretrained(folder / FAMILY, experts_implementation="grouped_mm", **options)
@@ -84,11 +85,12 @@ def main() -> None:
             "logs": trainer.state.log_history,
             "parameters": {name: whole(parameter) for name, parameter in policy.named_parameters()},
         }
-    plain = AutoModelForCausalLM.from_pretrained(folder / JOINED).state_dict()
-    parted = DistributedConfig(fsdp_size=world_size)
-    parts = AutoModelForCausalLM.from_pretrained(folder / JOINED, distributed_config=parted)
-    off = {name: (whole(value) - plain[name]).abs().max().item() for name, value in parts.state_dict().items()}
-    found["misplaced"] = sorted(name for name, distance in off.items() if distance > 0)
+    if world_size == 2:
+        plain = AutoModelForCausalLM.from_pretrained(folder / JOINED).state_dict()
+        parted = DistributedConfig(fsdp_size=world_size)
+        parts = AutoModelForCausalLM.from_pretrained(folder / JOINED, distributed_config=parted)
+        off = {name: (whole(value) - plain[name]).abs().max().item() for name, value in parts.state_dict().items()}
+        found["misplaced"] = sorted(name for name, distance in off.items() if distance > 0)
     torch.save(found, folder / f"experts-{rank}.pt")
     torch.distributed.barrier()  # neither rank leaves while the other still needs it
     sys.stdout.flush()

@@ -19,15 +19,15 @@ from support.backends import allow_fsdp_on_cpu, backend_options
 def build(folder, way, rollouts):
     """The trainer of a way, which writes into ``folder``."""
     from support import recorded
-    from support.models import tiny_model
+    from support.models import shallow_model
     from support.ppo_runs import ADAMW, DISTRIBUTED, FAMILY, arguments, give_head, with_adapters
 
     from harts_hf import TreePPOConfig, TreePPOTrainer
 
     backend, *more = way.split("-")
     dtype = torch.float64 if backend == "ddp" else torch.float32  # DeepSpeed knows no float64
-    model = tiny_model(FAMILY, dtype=dtype, seed=1)  # before the arguments, which would have ZeRO-3 take it over
-    value_model = tiny_model(FAMILY, dtype=dtype, seed=5) if "model" in more else None
+    model = shallow_model(FAMILY, dtype=dtype, seed=1)  # before the arguments, which would have ZeRO-3 take it over
+    value_model = shallow_model(FAMILY, dtype=dtype, seed=5) if "model" in more else None
     options = {**backend_options(backend), **DISTRIBUTED, "tree_max_tokens_per_microbatch": 96}
     if "lora" in more:
         model = with_adapters(model)

@@ -22,17 +22,14 @@ KINDS = {
     "stock": {},
     "global": {**TREE, "tree_placement": "global"},
     "local": {**TREE, "tree_placement": "local"},
-    "auto": {**TREE, "tree_sharing": "auto", "tree_placement": "auto"},
     "random": {**TREE, "tree_placement": "global"},  # every piece of the forest on a rank drawn at random
 }
 OPTIONS = {
     "replay": {"tree_execution": "replay"},
     "nested": {"tree_execution": "nested"},
-    "keep": {"tree_execution": "keep"},
     "whole": {"tree_max_tokens_per_microbatch": 4096},  # at most one microbatch on each rank
     "checkpointing": {"gradient_checkpointing": True},
-    "no-checkpointing": {"gradient_checkpointing": False},
-    "unused": {"ddp_find_unused_parameters": True, "gradient_checkpointing": False},
+    "unused": {"ddp_find_unused_parameters": True},
     "scored": {"num_iterations": 2, "epsilon": 0.02, "learning_rate": 0.01},
     "twice": {"num_iterations": 2},
     "entropy": {"entropy_coef": 0.05},
@@ -134,7 +131,7 @@ def rollouts_for(options: list[str]):
             output["prompt_ids"] = [[5, 6, 7, 8] * 17 + row for row in output["prompt_ids"]]
         if "routes" in options:
             output["routed_experts"] = [
-                np.random.default_rng(row).random((len(tokens), 3, 8)).argsort(axis=-1)[..., :2]
+                np.random.default_rng(row).random((len(tokens), 2, 8)).argsort(axis=-1)[..., :2]
                 for row, tokens in enumerate(output["completion_ids"])
             ]
         if trainer.accelerator.process_index == 0:
@@ -165,14 +162,16 @@ def lora():
 def run(case: str, folder: Path) -> dict:
     """Trains one case; what this rank has afterwards."""
     from support import recorded
-    from support.models import tiny_model
+    from support.models import shallow_model, tiny_model
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from trl import GRPOConfig, GRPOTrainer
 
     from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 
     backend, family, kind, *options = case.split(":")
-    small = {"router_aux_loss_coef": 0.0, "max_steps": 2, "per_device_train_batch_size": 2}  # a group on each rank
+    # A group on each rank; layers are computed twice where a case says so, of each backend one.
+    small = {"router_aux_loss_coef": 0.0, "max_steps": 2, "per_device_train_batch_size": 2}
+    small |= {"gradient_checkpointing": False, "ddp_find_unused_parameters": False}
     arguments = recorded.arguments(folder, **{**small, **KINDS[kind]})
     for option in options:
         arguments |= {k: v for k, v in OPTIONS[option].items() if kind != "stock" or not k.startswith("tree_")}
@@ -182,7 +181,8 @@ def run(case: str, folder: Path) -> dict:
     if "bias" in options:
         dtype, trainer_class = torch.float64, CountedGRPOTrainer if kind == "stock" else trainer_class
     unset_hf_deepspeed_config()  # of the case before
-    model = tiny_model(family, seed=1, dtype=dtype)  # before the arguments, which would have ZeRO-3 take it over
+    make_model = tiny_model if "bias" in options else shallow_model  # which has one router, or two
+    model = make_model(family, seed=1, dtype=dtype)  # before the arguments, which would have ZeRO-3 take it over
     torch.manual_seed(0)
     if backend.startswith("fsdp2"):
         arguments["fsdp_config"]["transformer_layer_cls_to_wrap"] = [type(model.model.layers[0]).__name__]

@@ -26,12 +26,12 @@ def build(job: dict[str, Any]) -> Any:
     """The trainer of a job."""
     from peft import LoraConfig
     from support import recorded
-    from support.models import tiny_model
+    from support.models import shallow_model
 
     from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
 
     backend = job["backend"]
-    model = tiny_model(job.get("family", "qwen3_5_text"), seed=1)
+    model = shallow_model(job.get("family", "qwen3_5_text"), seed=1)
     if hasattr(model.config, "router_aux_loss_coef"):
         model.config.router_aux_loss_coef = 0.0
     options = backend_options(backend)

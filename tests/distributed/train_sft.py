@@ -18,7 +18,7 @@ def main() -> None:
     folder, backends, rank = Path(sys.argv[1]), sys.argv[2:], int(os.environ["RANK"])
     from accelerate.state import AcceleratorState
     from support import recorded
-    from support.models import tiny_model
+    from support.models import shallow_model
     from support.oracle import float64_everywhere
     from support.texts import arguments, dataset
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -32,7 +32,7 @@ def main() -> None:
             AcceleratorState._reset_state(reset_partial_state=True)
             unset_hf_deepspeed_config()  # or the next model would be built for ZeRO-3
             dtype = torch.float64 if backend == "ddp" else torch.float32  # DeepSpeed knows no float64
-            model = tiny_model("qwen3_5_text", dtype=dtype, seed=1)
+            model = shallow_model("qwen3_5_text", dtype=dtype, seed=1)
             options = {"train_sampling_strategy": "random", "per_device_train_batch_size": 2}
             options |= {} if name == "stock" else {"tree_max_tokens_per_microbatch": 96}
             options |= backend_options(backend)

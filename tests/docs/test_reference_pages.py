@@ -131,4 +131,5 @@ def test_api_page():
         assert (getattr(parent, attribute).__doc__ or "").strip(), name
     # Configurations and errors are on the page as modules and on docs/configuration.md.
     public = {name for name in {*harts_hf.__all__, *rollouts.__all__} if not name.endswith(("Config", "Error"))}
-    assert not public - {name.rpartition(".")[2] for name in named}
+    missing = public - {name.rpartition(".")[2] for name in named}
+    assert not missing, f"expected lines `::: harts_hf.NAME` in docs/reference.md for {sorted(missing)}"

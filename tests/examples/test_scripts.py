@@ -30,7 +30,7 @@ TRAINED = {
 }
 # What is for the script's author to know: its own function is one of TRL's experimental features.
 TOLD = {"grpo": "You are using 'rollout_func', which is an experimental feature."}
-OTHERS = {"tiny", "digit", "own_loss", "new_family"}
+OTHERS = {"tiny", "digit", "arguments", "own_loss", "new_family"}
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,12 @@ def test_every_script_is_tested():
 
 @pytest.mark.parametrize("name", [*TRAINED, "own_loss", "tiny"])
 def test_usage(name, run):
-    """Without arguments a script says in a line what it takes."""
+    """Without arguments a script says in a line what it takes; and so that there is no such model."""
     with pytest.raises(SystemExit, match=rf"^usage: python examples/{name}\.py [^\n]+$"):
         run(name)
+    if name != "tiny":
+        with pytest.raises(SystemExit, match=r"^expected MODEL to be a model's folder or name, got 'nothere'"):
+            run(name, "nothere", *TRAINED.get(name, ([],))[0])
 
 
 @pytest.mark.parametrize(("name", "module", "extra"), [("lora", "peft", "peft"), ("agent_by_url", "openai", "agents")])

@@ -2,11 +2,14 @@
 
 import copy
 import inspect
+import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.models import FAMILIES, VOCAB, tiny_model
 from support.trees import random_trajectories
+from transformers.integrations import hub_kernels
 
 from harts_hf import UnsupportedModelError, patch, tree_logprobs, unpatch
 from harts_hf.modeling import is_patched
@@ -131,9 +134,29 @@ def test_a_new_head_is_an_error_until_patched_again():
     assert all(value.isfinite().all() for value in tree_logprobs(model, rows))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_advice_to_install_kernels_of_gpus(family, monkeypatch):
+    """On a CPU Transformers' dispatcher, which warns, is passed by, but for packed rows; no bit moves."""
+    said = []
+    monkeypatch.setattr(hub_kernels, "logger", SimpleNamespace(warning_once=said.append))
+    model, ids = tiny_model(family).eval(), torch.arange(2, 40)[None]
+    options = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected = torch.cat(model.generate(ids, **options).logits)
+    assert len(set(said)) == 4
+    patch(model)
+    said.clear()
+    assert torch.equal(torch.cat(model.generate(ids, **options).logits), expected) and not said
+    if family == "qwen3_5_text":
+        with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+            model.model.layers[0].linear_attn(torch.zeros(1, 4, 32), cu_seq_lens_q=torch.tensor([0, 2, 4]))
+
+
 def test_deep_copies_are_independent():
-    """A copy of a patched model computes with its own parameters."""
+    """A copy of a patched model computes with its own parameters; pickling says what to do."""
     model = patch(tiny_model("qwen3_5_text"))
+    assert vars(copy.copy(model.model.layers[0])) == vars(model.model.layers[0])
+    with pytest.raises(pickle.PicklingError, match=r"patched one: save it with save_pretrained, or .*unpatch first"):
+        pickle.dumps(model)
     clone = copy.deepcopy(model)
     rows = random_trajectories(1, vocab=VOCAB)
     with torch.no_grad():
@@ -142,6 +165,7 @@ def test_deep_copies_are_independent():
             parameter.zero_()
         assert torch.equal(tree_logprobs(clone, rows)[0], before)
         assert not torch.equal(tree_logprobs(model, rows)[0], before)
+    pickle.dumps(unpatch(model))
 
 
 def test_kimi_full_attention_is_not_taken_for_linear():

@@ -57,6 +57,13 @@ def test_wide_convolutions(family, key):
     refused(tiny_model(family, **{key: 5}), "convolutions of at most 4 taps, got 5 in model.layers.0")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_of_convolutions(family):
+    """The kernel knows SiLU; a convolution's activation is that of the MLPs."""
+    refused(tiny_model(family, hidden_act="gelu"), r"one of None, silu, swish, got gelu in model.layers.0.*hidden_act")
+    patch(tiny_model(family, hidden_act="swish"))
+
+
 def test_lightning_layers_of_ling_2_6():
     """Ling-2.6 has Ling-3.0's model_type; keys that only lightning layers have tell them apart."""
     refused(tiny_model("bailing_hybrid", group_norm_size=4, linear_silu=True), "lightning attention.*Ling-2.6")
@@ -142,7 +149,7 @@ def test_reentrant_checkpointing():
     model = tiny_model("qwen3_5_text")
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(
-        UnsupportedModelError, match=r"use_reentrant=True.*adapters under ZeRO-3.*gradient_checkpointing=False"
+        UnsupportedModelError, match=r"use_reentrant=True.*adapters under ZeRO-3.*activation_checkpointing=False"
     ):
         tree_logprobs(model, random_trajectories(0, vocab=VOCAB))
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from harts_hf.planner import CostModel, Microbatch, PlannerConfig, Schedule, plan_window
+from harts_hf.planner import CostModel, Microbatch, PlannerConfig, Schedule, min_linear_calls, plan_window
 from harts_hf.planner.config import MAX_WORLD_SIZE
 from harts_hf.tree import RolloutTree
 
@@ -160,3 +160,20 @@ def test_idle_ranks_are_planned():
     schedule = plan_window(TREE, PlannerConfig(world_size=MAX_WORLD_SIZE // 4))
     schedule.validate()
     assert sum(bool(ops) for ops in schedule.rank_ops) <= TREE.num_trajectories
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plan_window([[1, 2], [1, 3]]), "a RolloutTree or several .*, got list"),
+        (lambda: plan_window(None), "a RolloutTree or several .*, got NoneType"),
+        (lambda: plan_window(TREE, {"world_size": 2}), "a PlannerConfig or None, got dict"),
+        (lambda: min_linear_calls([TREE]), "expected a RolloutTree, got list"),
+        (lambda: min_linear_calls(TREE, 0), "chunk_size of at least 1 .*, got 0"),
+        (lambda: min_linear_calls(TREE, 64.0), "chunk_size to be an integer, got 64.0"),
+    ],
+)
+def test_other_things_than_trees(call, message):
+    """Trajectories instead of trees, settings instead of a configuration, and chunks that hold nothing."""
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -10,7 +10,9 @@ from harts_hf.planner import PlannerConfig, plan_window
 SMALL = ("lats_webshop", "vmcts_dafny_bst", "anyswe_a", "nemo_qwen3think_b_drop")
 
 
-@pytest.mark.parametrize("execution", ["replay", "nested", "keep"])
+@pytest.mark.parametrize(
+    "execution", ["replay", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("nested", "keep"))]
+)
 @pytest.mark.parametrize("name", SHAPE_NAMES)
 def test_plans_validate(name, execution):
     """Every set at 8,192 rows on 1 and 2 ranks; the benchmark sweeps all budgets and ranks."""

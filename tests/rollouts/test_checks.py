@@ -38,6 +38,7 @@ def test_good_rows_pass():
         ({}, 4, r"return 4 rows for 4 prompts .* got 2 in 'prompt_ids'"),
         ({"completion_ids": [[4, 5, 6]]}, 2, "got 1 in 'completion_ids'"),
         ({"env_mask": [[1, 0, 1]]}, 2, "got 1 in 'env_mask'"),
+        ({"completion_ids": [[4, 5, 6], [4, 5.5]]}, 2, r"expected integers in completion_ids\[1\], got 5.5"),
         ({"completion_ids": [[4, 5, 6], []]}, 2, r"expected completion_ids\[1\] to hold at least one token"),
         ({"prompt_ids": [[], [3]]}, 2, r"expected prompt_ids\[0\] to hold at least one token"),
         ({"completion_ids": [[4, 8, 6], [7]]}, 2, r"token ids in \[0, 8\) in completion_ids\[0\], got 8"),
@@ -52,6 +53,15 @@ def test_good_rows_pass():
         ({"logprobs": [[None, 0.0, -1.0], [-math.inf]]}, 2, r"finite numbers in logprobs\[1\], got -inf"),
         ({"logprobs": [[None, math.inf, -1.0], [-1.0]]}, 2, r"finite numbers in logprobs\[0\], got inf at position 1"),
         ({"completion_ids": [[4, 5, 2**70], [7]]}, 2, r"in completion_ids\[0\], got 1180591620717411303424"),
+        # Integers only: TRL would pad floats into integers.
+        ({"completion_ids": [[4, 5.5, 6], [7]]}, 2, r"integers in completion_ids\[0\], got 5.5 at position 1"),
+        ({"prompt_ids": [[1, 2], np.array([3.0])]}, 2, r"integers in prompt_ids\[1\], got .*3.0.* at position 0"),
+        ({"prompt_ids": [[True, False], [3]]}, 2, r"integers in prompt_ids\[0\], got True at position 0"),
+        ({"completion_ids": ["abc", [7]]}, 2, r"integers in completion_ids\[0\], got 'a'"),
+        # Of what reward functions get, TRL would hand out the first entries, or miss the last.
+        ({"answer": ["a"]}, 2, r"'answer' to have 2 entries, one per row .*, got 1"),
+        ({"answer": ["a", "b", "c"]}, 2, r"'answer' to have 2 entries, one per row .*, got 3"),
+        ({"answer": ["a", "b"], "episode": [0, 1, 2]}, 3, r"'answer' to have 3 entries, one per episode .*, got 2"),
         ({"env_mask": [[1, 0.5, 1], [1]]}, 2, r"expected 0 or 1 in env_mask\[0\], got 0.5 at position 1"),
     ],
 )

@@ -193,6 +193,8 @@ def test_arguments_as_json_strings(make):
     conversation = [USER, assistant(call("ls", '{"path":"x"}'))]
     assert text_of(tokenize_messages(conversation, None, make(MAPPING))[0]).endswith("<call ls>path=x,")
     assert text_of(tokenize_messages(conversation, None, make(STRINGS))[0]).endswith('<call ls>{"path":"x"}')
+    without = [USER, assistant(call("ls", ""))]  # as some servers write a call without arguments
+    assert text_of(tokenize_messages(without, None, make(MAPPING))[0]).endswith("<call ls>")
     with pytest.raises(
         ValueError, match=r"message 2 .*function.arguments of tool call 1 \(a JSON string: make it an obj"
     ):

@@ -52,7 +52,7 @@ def trainer(size=3, *, rank=0, step=0, training=True, **changes):
         train_dataset=None,
         eval_dataset=None,
         reward_funcs=[recorded_reward],
-        _tree=SimpleNamespace(planner=SimpleNamespace(vocab_size=10)),
+        tree_policy=SimpleNamespace(planner=SimpleNamespace(vocab_size=10)),
         accepts_token_advantages=True,
     )
 
@@ -356,6 +356,6 @@ def test_tokens_with_advantages_of_their_own():
 def test_stock_trainers_are_refused():
     """They would take neither episodes nor recorded log-probs, and say nothing."""
     stock = trainer()
-    del stock._tree
+    del stock.tree_policy
     with pytest.raises(ValueError, match="a TreeGRPOTrainer or a TreeGMPOTrainer, got SimpleNamespace"):
         RecordedRollouts(ROWS, logprobs="rescored")(["a"] * 3, stock)

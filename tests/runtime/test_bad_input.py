@@ -33,11 +33,19 @@ def test_trajectories(model, trajectories, message):
     assert not is_patched(model)
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf"), None, "1"])
 def test_temperature(model, temperature):
-    """Temperatures have to be above 0."""
+    """Temperatures have to be numbers above 0."""
     with pytest.raises(ValueError, match="temperature above 0"):
         tree_logprobs(model, [[1, 2]], temperature=temperature)
+    assert not is_patched(model)
+
+
+def test_planner(model):
+    """A dictionary is no configuration."""
+    with pytest.raises(ValueError, match="PlannerConfig or None, got dict"):
+        tree_logprobs(model, [[1, 2]], planner={"max_tokens_per_microbatch": 64})
+    assert not is_patched(model)
 
 
 def test_budget_below_a_chunk():

@@ -22,7 +22,7 @@ ROUTER = Sum(
     name="router",
     # [layers, experts]: probabilities summed over the trajectories' tokens
     compute=lambda output, tree_pass: torch.stack(
-        [tree_pass.batch.occurrence_counts.double() @ logits.softmax(-1) for logits in output.router_logits]
+        [tree_pass.batch.occurrence_counts.double() @ logits.double().softmax(-1) for logits in output.router_logits]
     )[:, 0],
     base_arguments={"output_router_logits": True},
 )
@@ -110,7 +110,7 @@ def sums_of_trajectories(family):
         for row in rows():
             ids = torch.from_numpy(row)[None]
             logits = model.model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits
-            one = torch.stack([layer.softmax(-1).sum(0) for layer in logits])
+            one = torch.stack([layer.double().softmax(-1).sum(0) for layer in logits])
             (one * router_weights(one)).sum().backward()
             total = total + one.detach()
     return total, gradients(model)

@@ -16,6 +16,7 @@ from torch import nn
 
 from harts_hf import PlannerConfig, patch, plan_window, unpatch
 from harts_hf.modeling import RowValue, Sum, add_output
+from harts_hf.planner import CostModel
 from harts_hf.runtime import OtherRankError, TreeUpdate, TreeWindow, WindowPlanner, WindowRun, placing, window
 from harts_hf.tree import RolloutTree
 
@@ -289,10 +290,15 @@ def test_a_rank_that_fails(on):
 
 @pytest.mark.parametrize("placement", ["auto", "global", "local"])
 @pytest.mark.parametrize(
-    "change", [{"max_tokens_per_microbatch": 128}, {"execution": "nested"}, {"sharing": "always"}]
+    ("change", "said"),
+    [
+        ({"max_tokens_per_microbatch": 128}, "max_tokens_per_microbatch: 64 on process 0, 128 on process 1"),
+        ({"execution": "nested"}, "execution: 'auto' on process 0, 'nested' on process 1"),
+        ({"cost": CostModel(source="mine")}, "cost.source: nothing on process 0, 'mine' on process 1"),
+    ],
 )
-def test_other_settings(change, placement):
-    """Ranks that would meet in other collectives than one another all say so, before the first of them."""
+def test_other_settings(change, said, placement):
+    """Ranks that would meet in other collectives than one another all say which settings differ, before the first."""
     slices = parts(2)
     models = [patched(new_model()) for _ in slices]
     planner = PlannerConfig(max_tokens_per_microbatch=64)
@@ -304,6 +310,7 @@ def test_other_settings(change, placement):
 
     for raised in on_ranks(2, work):
         assert isinstance(raised, ValueError) and "expected the same settings of plans" in str(raised), raised
+        assert said in str(raised) and ("cost" in change or str(raised).endswith(f"got {said}")), raised
 
 
 def test_plans_of_other_processes():

@@ -232,13 +232,25 @@ def test_a_loss_that_reaches_the_model():
     [
         (supervised, {"names": ("log_prob", "entropy"), "parts": []}, "at least one slice, got none"),
         (lambda rows, values: torch.zeros(()), {}, "depends on none of them"),
+        (lambda rows, values: values["log_prob"], {}, r"one number, in a tensor, got a tensor of shape \[4, \d+\]"),
+        (lambda rows, values: 1.0, {}, "one number, in a tensor, got float"),
         (supervised, {"rows_of": "without values", "names": ("log_prob", "value")}, "let index.. place value"),
         (supervised, {"rows_of": "without values", "names": ("log_prob", "value"), "unscored": "always"}, "got value"),
         (supervised, {"unscored": "Never"}, "unscored to be one of always, never, probe, got .* and 'Never'"),
         (supervised, {"names": "log_prob"}, "a tuple of names .* got 'log_prob'"),
         (actor_critic, {"names": ("log_prob", "value"), "unscored": "always"}, "derivatives by log_prob depend on no"),
     ],
-    ids=["no-slices", "constant-loss", "no-index", "no-index-unscored", "typo", "one-name", "not-always"],
+    ids=[
+        "no-slices",
+        "constant-loss",
+        "vector-loss",
+        "float-loss",
+        "no-index",
+        "no-index-unscored",
+        "typo",
+        "one-name",
+        "not-always",
+    ],
 )
 def test_what_cannot_be_run(loss, options, message):
     """Each is a ValueError that says what was expected."""

@@ -1,4 +1,4 @@
-"""A server whose forks have imported what scripts and commands import: six seconds of a core, once for all tests.
+"""A server whose forks have imported what tests, scripts and commands import: six seconds of a core, once for all.
 
     python fork_server.py FOLDER
 
@@ -6,6 +6,7 @@ In ``FOLDER`` are two sockets: forks of "packages" have other people's packages,
 `support` too. A request is a line of JSON, and its file descriptors become the fork's 0, 1 and 2:
 
 - ``{"stay": true}``: the server lives until the last of these connections is closed, and its standard input;
+- ``{"ours": true}``, to "packages": the other socket is opened;
 - ``{"argv", "cwd", "environment", "executable", "path"}``: runs ``python ARGV`` with ``path`` in front of what this
   interpreter has installed. Answers are the fork's id and, at its end, ``[returncode, CPU seconds]``, each a line. Who
   closes the connection before has the fork killed.
@@ -50,6 +51,9 @@ def import_packages() -> None:
     """What others wrote."""
     import torch
 
+    # As in workers of pytest (conftest.py): before anything imports Triton.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     with patch.object(torch, "compile", lambda function=None, **_: function or (lambda one: one)):
         # A second of each process that has DeepSpeed: its optimizer Muon, with which nobody trains here, is compiled
         # when it is imported, and torch's compiler with it.
@@ -130,13 +134,17 @@ class Server:
             self.staying += request.get("stay", False)
             if "stay" in request:
                 self.selector.register(connection, selectors.EVENT_READ, self.leave)
-            return
+            if "ours" not in request:
+                return
         pid = os.fork()
         if pid == 0:
             for key in list(self.selector.get_map().values()):
                 os.close(key.fd)
             self.selector.close()
-            connection.close()
+            if "ours" in request:
+                self.asked = connection  # closed when this process ends, before its socket is there or after
+            else:
+                connection.close()
             for number, fd in enumerate(fds):
                 os.dup2(fd, number)
                 os.close(fd)
@@ -144,7 +152,8 @@ class Server:
             return
         for fd in fds:
             os.close(fd)
-        Fork(pid, connection, self.selector)
+        if "ours" not in request:  # which serves on its own, as long as this process does
+            Fork(pid, connection, self.selector)
 
     def leave(self, connection: Any) -> None:
         """One who stayed."""
@@ -237,18 +246,15 @@ def main() -> None:
     gc.freeze()
     listener = listening(folder / "packages")
     alive, ends_with_this = os.pipe()
-    if os.fork() == 0:
-        listener.close()
+    server = Server(listener, None)
+    request = server.serve()
+    if "ours" in request:
         os.close(ends_with_this)
         import_ours()
         gc.collect()
         gc.freeze()
-        server = Server(listening(folder / "ours"), alive)
-    else:
-        os.close(alive)
-        os.set_inheritable(ends_with_this, False)
-        server = Server(listener, None)
-    run(server.serve())
+        request = Server(listening(folder / "ours"), alive).serve()
+    run(request)
 
 
 if __name__ == "__main__":

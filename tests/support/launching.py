@@ -23,26 +23,37 @@ SUPPORT = str(HERE.parent)
 FOLDER = "HARTS_TESTS_FORK_FOLDER"
 # Names the file to which what `write_python` wrote adds the CPU seconds of each of its processes, a line each.
 SPENT = "HARTS_TESTS_SPENT"
+_STAYS: list[socket.socket] = []
 
 
 @functools.cache
-def fork_folder() -> Path:
-    """Where the server's sockets are; it runs until the last process that asked here has ended."""
+def fork_folder(which: str = "packages") -> Path:
+    """Where the server's sockets are, of which this one is open; it runs until the last that asked here has ended."""
     folder = Path(os.environ[FOLDER])
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "ours").exists():
+        if not (folder / "packages").exists():
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
             with (folder / "said").open("wb") as said:
                 command = [sys.executable, str(HERE / "fork_server.py"), str(folder)]
                 server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=said, stderr=said)
             fork_folder.server = server  # its standard input is closed when this process ends
-            while not (folder / "ours").exists():
-                assert server.poll() is None, (folder / "said").read_text()[-3000:]
-                time.sleep(0.05)
-        fork_folder.stays = _connected(folder / "packages")  # to this process's end
-        fork_folder.stays.sendall(b'{"stay": true}\n')
+            _wait_for(folder / "packages", lambda: server.poll() is None)
+        _STAYS.append(_connected(folder / "packages"))  # to this process's end
+        _STAYS[-1].sendall(b'{"stay": true}\n')
+        if not (folder / which).exists():
+            with _connected(folder / "packages") as asks:
+                asks.sendall(b'{"ours": true}\n')
+                asks.setblocking(False)
+                _wait_for(folder / which, lambda: _is_open(asks))
     return folder
+
+
+def _wait_for(path: Path, is_coming: Callable[[], bool]) -> None:
+    """Until the server has made it; what it said if it never will."""
+    while not path.exists():
+        assert is_coming(), (path.parent / "said").read_text()[-3000:]
+        time.sleep(0.05)
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
@@ -69,6 +80,14 @@ def _python_path() -> str:
     return os.pathsep.join(filter(None, [SUPPORT, str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
 
 
+def _is_open(connection: socket.socket) -> bool:
+    """Whether the other side has not closed it."""
+    try:
+        return connection.recv(1) != b""
+    except BlockingIOError:
+        return True
+
+
 def write_python(file: Path, which: str, installed: tuple[str, ...] = ()) -> Path:
     """Writes a `python` whose processes are forks.
 
@@ -78,7 +97,7 @@ def write_python(file: Path, which: str, installed: tuple[str, ...] = ()) -> Pat
         installed: folders that come before those of this interpreter.
     """
     text = (HERE / "fork_python.py").read_text()
-    constants = f"SOCKET, INSTALLED = {str(fork_folder() / which)!r}, {list(installed)!r}"
+    constants = f"SOCKET, INSTALLED = {str(fork_folder(which) / which)!r}, {list(installed)!r}"
     text = text.replace('SOCKET, INSTALLED = "", []  # written in', constants)
     assert constants in text
     file.write_text(f"#!{os.path.realpath(sys.executable)} -IS\n{text}")
@@ -123,7 +142,7 @@ class Fork:
             "path": _python_path().split(os.pathsep),
         }
         line = json.dumps(request).encode() + b"\n"
-        self._connection = _connected(fork_folder() / "ours")
+        self._connection = _connected(fork_folder("ours") / "ours")
         with open(output, "wb") as out, open(os.devnull, "rb") as nothing:
             sent = socket.send_fds(self._connection, [line], [nothing.fileno(), out.fileno(), out.fileno()])
         self._connection.sendall(line[sent:])

@@ -88,11 +88,12 @@ def tiny_model(
     config = AutoConfig.for_model(family, **{key: value for key, value in options.items() if key not in omit})
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
+    is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() >= 2:
-                parameter.copy_(noise * (0.5 if "embed" in name else 0.6 / parameter.shape[-1] ** 0.5))
+                parameter.copy_(noise * (0.5 if "embed" in name and not is_tied else 0.6 / parameter.shape[-1] ** 0.5))
             elif "A_log" in name or "dt_bias" in name:
                 parameter.copy_(0.5 * noise)
             else:
@@ -104,8 +105,9 @@ def tiny_model(
 
 
 def shallow_model(family: str, **options) -> nn.Module:
-    """`tiny_model`, of qwen3_5_text with one layer of each kind: for what does not depend on depth, such as losses.
+    """`tiny_model` with one layer of each kind, experts in the second: for what does not depend on depth, as losses.
 
     The stock model's linear layer in float64 is most of what a plain loop over trajectories takes.
     """
-    return tiny_model(family, **options, **(SHALLOW if family == "qwen3_5_text" else {}))
+    mlps = {"mlp_layer_types": ["dense", "sparse"]} if "mlp_layer_types" in _CONFIGS[family] else {}
+    return tiny_model(family, **options, **SHALLOW, **mlps)

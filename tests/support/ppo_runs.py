@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from harts_hf import TreePPOConfig, TreePPOTrainer
 from support import recorded
 from support.episodes import RaggedRollouts
-from support.models import shallow_model, tiny_model
+from support.models import shallow_model
 from support.oracle import float64_everywhere
 from support.ppo_oracle import PPOLoop
 
@@ -89,7 +89,7 @@ def assert_equals_the_loop(
     """Parameters, losses and metrics of a training are those of the plain loop; the trainer."""
     rollouts = rollouts or RaggedRollouts()
     value_model = options.get("value_model")
-    critic = None if value_model is None else tiny_model(value_model.config.model_type, dtype=torch.float64, seed=5)
+    critic = None if value_model is None else shallow_model(value_model.config.model_type, dtype=torch.float64, seed=5)
     trainer = build_trainer(folder, rollouts, **options)
     weight, bias = give_head(trainer)
     begun = {name: value.clone() for name, value in trainer.model.state_dict().items() if "lora" in name}
@@ -110,7 +110,7 @@ def assert_equals_the_loop(
     assert_same({"weight": head.weight, "bias": head.bias}, {"weight": follower.weight, "bias": follower.bias},
                 {"weight": weight, "bias": bias})  # fmt: skip
     if critic is not None:
-        start = dict(tiny_model(critic.config.model_type, dtype=torch.float64, seed=5).named_parameters())
+        start = dict(shallow_model(critic.config.model_type, dtype=torch.float64, seed=5).named_parameters())
         own = {name: p for name, p in value_model.named_parameters() if not name.startswith("critic.")}
         assert_same(own, dict(critic.named_parameters()), start)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]

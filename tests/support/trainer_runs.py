@@ -24,6 +24,7 @@ def run_trainer(
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], Any]:
     """Trains a fresh float64 model for two steps; returns its parameters, its log history and the trainer.
 
+    The model is what ``make_model``, `shallow_model` if left out, makes of the family.
     A stock trainer runs once for equal options, unless these have a state (callbacks, adapters, data sets).
     """
     if not config_class.__module__.startswith("trl.") or {"callbacks", "peft_config", "dataset"} & options.keys():
@@ -41,9 +42,10 @@ def _run(trainer_class: type, config_class: type, folder: Path, family: str, opt
     rollout_func = options.pop("rollout_func", recorded.rollout_func)
     dataset = options.pop("dataset", None) or recorded.dataset()
     callbacks, lora = options.pop("callbacks", None), options.pop("peft_config", None)
+    make_model = options.pop("make_model", shallow_model)
     if lora is not None:  # which TRL prepares for layers that are computed again
         options.setdefault("gradient_checkpointing", True)
-    model = shallow_model(family, dtype=torch.float64, seed=1)
+    model = make_model(family, dtype=torch.float64, seed=1)
     if options.get("beta"):  # TRL loads the reference model from where the policy came from
         model.save_pretrained(folder / "start")
         model = type(model).from_pretrained(folder / "start", dtype=torch.float64, experts_implementation="eager")
@@ -67,9 +69,11 @@ def _run(trainer_class: type, config_class: type, folder: Path, family: str, opt
     return parameters, trainer.state.log_history, trainer
 
 
-def assert_same_training(stock: tuple, tree: tuple, *, family: str = "qwen3_5_text") -> None:
+def assert_same_training(
+    stock: tuple, tree: tuple, *, family: str = "qwen3_5_text", make_model: Any = shallow_model
+) -> None:
     """Parameters equal to float32 rounding of what training moved them by, and every TRL metric equal."""
-    start = dict(shallow_model(family, dtype=torch.float64, seed=1).named_parameters())
+    start = dict(make_model(family, dtype=torch.float64, seed=1).named_parameters())
     moved = max((stock[0][name] - start[name]).abs().max().item() for name in start)
     assert 1e-4 < moved < 1, f"the training moved parameters by {moved:.1e}: nothing to compare, or chaos"
     for name, value in stock[0].items():

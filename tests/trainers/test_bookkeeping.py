@@ -1,5 +1,6 @@
 """What a step does outside forwards and backwards: losses on the CPU, and nothing expensive for each slice."""
 
+import functools
 import inspect
 
 import datasets
@@ -11,6 +12,7 @@ from accelerate import Accelerator
 from support import recorded
 from support.device_tags import DEVICE, is_tagged, pretended_gpu
 from support.models import shallow_model
+from support.origins import as_of
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -23,6 +25,8 @@ from harts_hf.trainers import policy
 from harts_hf.trainers.prompts import Prompts
 
 CUT = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "max_steps": 1}
+# A pretended GPU takes milliseconds for each operation: a group in a step.
+GROUP = {"per_device_train_batch_size": 2}
 
 
 def made(tmp_path, kind=TreeGRPOTrainer, callbacks=None, **options):
@@ -80,10 +84,13 @@ def test_losses_run_on_the_cpu(execution, monkeypatch, tmp_path):
     stay on the GPU; parameters, losses and metrics are the same, bit by bit, as the pretended GPU computes as the CPU
     does."""
     found = {}
-    for place, most, module in (("cpu", 2**20, "trl"), ("large", 0, "trl"), ("own", 2**20, "mine")):
+    cases = [("cpu", 2**20, "trl"), ("large", 0, "trl")]
+    if execution == "nested":  # whose the loss is knows no execution
+        cases.append(("own", 2**20, "mine"))
+    for place, most, module in cases:
         monkeypatch.setattr(policy, "MOST_ON_CPU", most)
-        monkeypatch.setattr(Watching.compute_loss, "__module__", module)
-        trainer, log = trained(tmp_path / place, Watching, tree_execution=execution)
+        monkeypatch.setattr(Watching, "compute_loss", as_of(module, Watching.compute_loss))
+        trainer, log = trained(tmp_path / place, Watching, tree_execution=execution, **GROUP)
         assert trainer.places == {place != "cpu"}
         assert log.pop("tree/scoring_needed_by/custom_loss", 0) == (place == "own")
         found[place] = ([parameter.detach().clone() for parameter in trainer.model.parameters()], log)
@@ -224,6 +231,23 @@ def batch_of(base, config, folder, rollouts, reward=recorded.recorded_reward, **
     return trainer._generate_and_score_completions(prompts)
 
 
+def test_narrow_rows_do_not_make_a_narrow_batch(tmp_path):
+    """TRL pads rows in the dtype of the first: ids of a wider one would wrap around."""
+
+    def narrow(prompts, trainer):
+        output = recorded.rollout_func(prompts, trainer)
+        for key in ("prompt_ids", "completion_ids"):
+            first, second, *rest = output[key]
+            output[key] = [np.array(first, np.uint8), torch.tensor(second, dtype=torch.int16), *rest]
+        return output
+
+    kinds = (TreeGRPOTrainer, TreeGRPOConfig, tmp_path)
+    expected, found = (batch_of(*kinds, source) for source in (recorded.rollout_func, narrow))
+    for key in ("prompt_ids", "completion_ids"):
+        assert found[key].dtype == torch.int64
+        assert torch.equal(found[key], expected[key])
+
+
 def unusual(prompts, trainer):
     """Unknown log-probs, masks of bools, rows that are arrays or tuples, a prompt of one token."""
     output = recorded.rollout_func(prompts, trainer)
@@ -280,6 +304,20 @@ def test_texts_that_nobody_reads_are_not_made(reads, options, decoded, tmp_path)
     ids = [row for prompt in ("p0", "p1") for row in recorded.rollouts_of(prompt)["completion_ids"]]
     texts = recorded.tokenizer().batch_decode(ids, skip_special_tokens=True)
     assert seen == (texts if decoded else [""] * len(ids))
+
+
+def test_a_wrapper_of_a_reward_function_reads_texts(tmp_path):
+    """functools.wraps copies what a reward function says of itself; the wrapper is given texts all the same."""
+    seen = []
+
+    @functools.wraps(recorded_reward)
+    def shaped(completions, **_):
+        seen.extend(completions)
+        return [float(len(text)) for text in completions]
+
+    assert not shaped.reads_texts
+    batch_of(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, recorded.rollout_func, shaped)
+    assert seen and all(seen)
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -348,8 +386,7 @@ def test_losses_see_prompts_of_one_column(tmp_path):
         return TreeGRPOTrainer.compute_loss(self, model, inputs, *args, **kwargs)
 
     for module in ("trl", "mine"):
-        noted.__module__ = module
-        trained(tmp_path / module, type("Noted", (TreeGRPOTrainer,), {"compute_loss": noted}))
+        trained(tmp_path / module, type("Noted", (TreeGRPOTrainer,), {"compute_loss": as_of(module, noted)}))
     assert widths["trl"] == 1 < widths["mine"]
 
 
@@ -359,7 +396,7 @@ def test_waits_do_not_grow_with_slices(gpu, tmp_path):
     (Batches are copied to the CPU together by a GPU, one by one by this one.)"""
     counts = []
     for accumulation in (2, 4):
-        options = {"per_device_train_batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
+        options = {"per_device_train_batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
         gpu.places.clear()
         trained(tmp_path / str(accumulation), tree_execution="replay", **options)
         counts.append({place: n for place, n in gpu.places.items() if not is_kernel(place) and "tables" not in place})

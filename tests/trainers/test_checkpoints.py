@@ -6,6 +6,7 @@ falls into a generation batch or between two logged steps.
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from support import recorded
 from support.launching import write_python
-from support.models import FAMILIES, tiny_model
+from support.models import FAMILIES, shallow_model, tiny_model
 from support.trainer_runs import TIMED
 
 from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
@@ -59,10 +60,11 @@ def train(
     dtype: torch.dtype = torch.float32,
     resume: str | None = None,
     lora: LoraConfig | None = None,
+    make_model: Callable[..., torch.nn.Module] = shallow_model,
     **options,
 ) -> TreeGRPOTrainer:
     """Trains a fresh model on recorded rollouts, from a checkpoint if ``resume`` names one."""
-    model = tiny_model(family, dtype=dtype, seed=1)
+    model = make_model(family, dtype=dtype, seed=1)
     if hasattr(model.config, "router_aux_loss_coef"):
         model.config.router_aux_loss_coef = 0.0  # not what is tested here
     trainer = TreeGRPOTrainer(
@@ -84,7 +86,8 @@ def train(
 @pytest.mark.slow
 def test_loads_without_us(tmp_path):
     """A process that never imports harts_hf loads checkpoints of all families: nothing missing, equal logits."""
-    models = {family: train(tmp_path / family, family=family, save_steps=1, max_steps=1).model for family in FAMILIES}
+    options = {"save_steps": 1, "max_steps": 1, "make_model": tiny_model}
+    models = {family: train(tmp_path / family, family=family, **options).model for family in FAMILIES}
     folders = {family: tmp_path / family / "checkpoint-1" for family in FAMILIES}
     command = [write_python(tmp_path / "python", "packages"), "-c", LOAD_ELSEWHERE, *map(str, folders.values())]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -106,7 +109,7 @@ def test_loads_without_us(tmp_path):
 def test_an_adapter_loads_without_us(tmp_path):
     """A LoRA adapter that was trained on a tree is a plain PEFT adapter with equal logits."""
     family = "bailing_hybrid"
-    tiny_model(family, seed=1).save_pretrained(tmp_path / "base")
+    shallow_model(family, seed=1).save_pretrained(tmp_path / "base")
     lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     model = train(tmp_path, family=family, lora=lora, save_steps=1, max_steps=1).model
     folders = [tmp_path / "base", tmp_path / "checkpoint-1", tmp_path / "loaded"]
@@ -115,7 +118,7 @@ def test_an_adapter_loads_without_us(tmp_path):
     assert result.returncode == 0, result.stderr
     with torch.no_grad():
         logits = model(input_ids=torch.arange(3, 40)[None], use_cache=False).logits
-        plain = tiny_model(family, seed=1)(input_ids=torch.arange(3, 40)[None], use_cache=False).logits
+        plain = shallow_model(family, seed=1)(input_ids=torch.arange(3, 40)[None], use_cache=False).logits
     assert torch.equal(load_file(tmp_path / "loaded")["logits"], logits)
     assert not torch.equal(plain, logits)
 
@@ -214,7 +217,7 @@ def float32_with_frozen_bfloat16_embedding(model):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_is_loaded_as_it_was_saved(family, mix, sharded, tmp_path):
     """A model of several dtypes gets back the bits of each tensor, from one file and from several."""
-    saved, model = tiny_model(family, seed=1), tiny_model(family, seed=2)
+    saved, model = shallow_model(family, seed=1), shallow_model(family, seed=2)
     for one in (saved, model):
         mix(one)
         with torch.no_grad():
@@ -232,7 +235,7 @@ def test_every_tensor_is_loaded_as_it_was_saved(family, mix, sharded, tmp_path):
 
 def test_modules_that_were_added_are_loaded(tmp_path):
     """A value head is no part of the model's class: it comes back by its name, and is missed if it is not there."""
-    saved, model = (tiny_model("qwen3_5_text", seed=seed) for seed in (1, 2))
+    saved, model = (shallow_model("qwen3_5_text", seed=seed) for seed in (1, 2))
     saved.save_pretrained(tmp_path / "without")
     for one in (saved, model):
         one.critic = torch.nn.Linear(32, 1, dtype=torch.float64)
@@ -245,7 +248,7 @@ def test_modules_that_were_added_are_loaded(tmp_path):
 
 def test_tied_weights_are_loaded_as_they_were_saved(tmp_path):
     """The head and the embedding stay one parameter."""
-    saved, model = (tiny_model("qwen3_5_text", seed=seed, tie_word_embeddings=True) for seed in (1, 2))
+    saved, model = (shallow_model("qwen3_5_text", seed=seed, tie_word_embeddings=True) for seed in (1, 2))
     for one in (saved, model):
         one.to(torch.bfloat16)
         one.model.norm.float()

@@ -1,5 +1,7 @@
 """Losses of a user's own: a subclass of TreeGRPOTrainer trains like that of GRPOTrainer, or is refused."""
 
+import functools
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -51,6 +53,16 @@ class Entropies:
         return super()._compute_loss(model, inputs) - 0.1 * (entropies * inputs["completion_mask"]).mean()
 
 
+class Wrapped:
+    """Under the name of TRL's loss: a term for long prompts, of which TRL's own losses read nothing."""
+
+    @functools.wraps(GRPOTrainer._compute_loss)
+    def _compute_loss(self, model, inputs):
+        log_probs, _ = log_probs_and_entropies(self, model, inputs)
+        by_prompt = log_probs * inputs["prompt_mask"].sum(dim=1, keepdim=True)
+        return super()._compute_loss(model, inputs) + 0.001 * (by_prompt * inputs["completion_mask"]).mean()
+
+
 class RunsTheModel:
     """A supervised term: the model itself runs inside the loss."""
 
@@ -82,7 +94,7 @@ def pair(loss):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("loss", [SquaredLogProbs, Hinge, Entropies])
+@pytest.mark.parametrize("loss", [SquaredLogProbs, Hinge, Entropies, Wrapped])
 def test_custom_loss_is_scored_and_equals_trl(loss, tmp_path):
     """The scoring pass comes back for a loss that TRL does not know, and a metric says so."""
     stock, tree = pair(loss)

@@ -43,6 +43,7 @@ def test_samples_weigh_alike(loss, tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.filterwarnings("error:Converting a tensor with requires_grad")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_episodes_weigh_alike(loss, tmp_path):
     """Two iterations on a generation batch, the second off policy; with an entropy bonus and a reference model."""

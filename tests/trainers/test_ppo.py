@@ -227,7 +227,7 @@ def test_rewards_that_nobody_reads(tmp_path):
     ("given", "message"),
     [
         ({"advantages": [[0.0]]}, "no 'advantages'"),
-        ({"truncated": [True]}, "'truncated' to be a list of 8"),
+        ({"truncated": [True]}, "'truncated' to have 8 entries, one per row"),
         (
             {"token_rewards": lambda output: [[1e200 * own for own in row] for row in output["env_mask"]]},
             "rewards whose sums stay below .* got .*e\\+20",

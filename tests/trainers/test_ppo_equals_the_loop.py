@@ -5,7 +5,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.episodes import RaggedRollouts, episodes_of
-from support.models import tiny_model
+from support.models import shallow_model
 from support.ppo_runs import assert_equals_the_loop, assert_same, build_trainer, train
 from support.recordings import rows_of_episodes
 
@@ -94,7 +94,7 @@ def test_rewards_of_turns_and_cuts_that_are_said(tmp_path):
 @pytest.mark.exhaustive
 def test_a_value_model_of_another_family(tmp_path):
     """Values from a model of its own; its gradients are cleared and stepped beside the policy's."""
-    critic = tiny_model("bailing_hybrid", dtype=torch.float64, seed=5)
+    critic = shallow_model("bailing_hybrid", dtype=torch.float64, seed=5)
     trainer = assert_equals_the_loop(tmp_path, value_model=critic, entropy_coef=0.01)
     assert not any("critic" in name for name, _ in trainer.model.named_parameters())
 

@@ -6,7 +6,7 @@ TRL computes the auxiliary loss in float32 whatever the model's dtype, as it doe
 import pytest
 import torch
 from support import episode_runs, recorded
-from support.models import tiny_model
+from support.models import shallow_model
 from support.oracle import float64_everywhere
 from support.texts import arguments as sft_arguments
 from support.texts import dataset as texts
@@ -35,7 +35,7 @@ SHARED = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64}
 
 def moved(run, family=FAMILY):
     """By how much a run moved each parameter."""
-    start = dict(tiny_model(family, dtype=torch.float64, seed=1).named_parameters())
+    start = dict(shallow_model(family, dtype=torch.float64, seed=1).named_parameters())
     return {name: value - start[name].detach() for name, value in run[0].items()}
 
 
@@ -77,7 +77,7 @@ def test_rloo(tmp_path):
 
 def run_sft(trainer_class, config_class, folder, **options):
     """Three SGD steps on turns of conversations."""
-    model = tiny_model(FAMILY, dtype=torch.float64, seed=1)
+    model = shallow_model(FAMILY, dtype=torch.float64, seed=1)
     trainer = trainer_class(
         model,
         config_class(**sft_arguments(folder, router_aux_loss_coef=0.3, **options)),

@@ -29,6 +29,7 @@ from harts_hf.trainers.routed_experts import RouterShape, read_routed_experts
 FAMILY = "bailing_hybrid"  # 3 layers, the first without experts; 8 experts, 2 per token
 OPTIONS = {
     "family": FAMILY,
+    "make_model": tiny_model,
     "gradient_checkpointing": True,  # layers that are computed again take the same experts
     "learning_rate": 0.0,
     "num_iterations": 2,
@@ -60,21 +61,35 @@ def as_episodes(prompts, trainer):
     return {**output, **found, "episode": rows}
 
 
+def flip_after_generation(trainer):
+    """Lets routers choose others after the generation."""
+
+    def flip(router, inputs, answer):
+        logits, weights, experts = answer
+        if trainer._tree.routing._generation is None:
+            experts = experts.clone()
+            experts[:, 0] = (experts[:, 0] + 1) % 8
+        return logits, weights, experts
+
+    for router in find_routers(trainer.model):
+        router.register_forward_hook(flip, prepend=True)
+
+
+class WatchedPPOTrainer(TreePPOTrainer):
+    """Its routers choose others after the generation."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        flip_after_generation(self)
+
+
 class WatchedGRPOTrainer(TreeGRPOTrainer):
     """Notes how far each loss's log-probs are from the old ones; its routers choose others after the generation."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.gaps, self.seen = [], []
-        for router in find_routers(self.model):
-            router.register_forward_hook(self._flip, prepend=True)
-
-    def _flip(self, router, inputs, answer):
-        logits, weights, experts = answer
-        if self._tree.routing._generation is None:
-            experts = experts.clone()
-            experts[:, 0] = (experts[:, 0] + 1) % 8
-        return logits, weights, experts
+        flip_after_generation(self)
 
     def _compute_loss(self, model, inputs):
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -141,6 +156,25 @@ def test_routes_of_episodes(tmp_path):
     assert 0 < logs[0]["tree/engine_routes_missing"] < 0.01
 
 
+@pytest.mark.parametrize("mode", ["scoring", "engine"])
+@pytest.mark.parametrize(("minibatches", "epochs"), [(2, 2), (1, 1)], ids=["dealt", "at-once"])
+def test_minibatches_of_ppo(tmp_path, mode, minibatches, epochs):
+    """All epochs' minibatches of dealt trees take the experts of the pass of old log-probs and values.
+
+    With one minibatch and epoch TRL asks for no old log-probs: the trainer scores the batch itself.
+    """
+    options = {**OPTIONS, "gradient_accumulation_steps": 1, "max_steps": minibatches * epochs, "beta": 0.0}
+    options |= {"steps_per_generation": minibatches, "num_iterations": epochs, "router_aux_loss_coef": 0.0}
+    options |= {"tree_replay_routing": mode, "rollout_func": with_routes}
+    _, logs, _ = run_trainer(WatchedPPOTrainer, TreePPOConfig, tmp_path, **options)
+    divergences = [log["approx_kl"] for log in logs[:-1]]
+    assert len(divergences) == minibatches * epochs
+    assert max(divergences) < 1e-14  # of log-probs that differ by 1e-8
+    assert all(abs(log["ratio"] - 1) < 1e-8 and log["tree/logp_recompute_maxdiff"] < 1e-10 for log in logs[:-1])
+    name = "tree/routing_flips" if mode == "scoring" else "tree/engine_routing_flips"
+    assert all(log[name] > 0.3 for log in logs[:-1])
+
+
 def test_read_routed_experts():
     """Arrays, lists, pieces that rows share; layers with a router are picked; checkpoints keep them."""
     shape = RouterShape.of(tiny_model(FAMILY))
@@ -204,10 +238,9 @@ def test_refusals(tmp_path):
     engine = {"family": FAMILY, "tree_replay_routing": "engine", "max_steps": 1}
     with pytest.raises(UnsupportedModelError, match="mixture of experts with tree_replay_routing='engine'"):
         run_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **{**engine, "family": "qwen3_5_text"})
-    for trainer, config in ((TreeRLOOTrainer, TreeRLOOConfig), (TreePPOTrainer, TreePPOConfig)):
-        engine["beta"] = 0.0
-        with pytest.raises(UnsupportedModelError, match=f"takes an engine's routes, got {trainer.__name__}"):
-            run_trainer(trainer, config, tmp_path, rollout_func=None, **engine)
+    engine["beta"] = 0.0
+    with pytest.raises(UnsupportedModelError, match="takes an engine's routes, got TreeRLOOTrainer"):
+        run_trainer(TreeRLOOTrainer, TreeRLOOConfig, tmp_path, rollout_func=None, **engine)
     with pytest.raises(UnsupportedModelError, match=r"rollout_func that returns 'routed_experts'"):
         run_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, rollout_func=None, **engine)
     with pytest.raises(ValueError, match=r"'routed_experts' from the rollout function .*got none"):

@@ -5,6 +5,7 @@ import torch
 from support import recorded
 from support.models import shallow_model, tiny_model
 from support.oracle import float64_everywhere
+from support.origins import as_of
 from support.ppo_runs import build_trainer
 from torch import nn
 
@@ -54,8 +55,8 @@ def trained(folder, monkeypatch, *, keeps=True, **options):
         if not keeps:
             changed.setattr(ScoredOnce, "weights", lambda *_: None)
         # TRL's own loss, though a test watches it.
-        changed.setattr(Watching._compute_loss, "__module__", "trl")
-        changed.setattr(Watching._get_per_token_logps_and_entropies, "__module__", "trl")
+        for name in ("_compute_loss", "_get_per_token_logps_and_entropies"):
+            changed.setattr(Watching, name, as_of("trl", getattr(Watching, name)))
         model = shallow_model("qwen3_5_text", dtype=torch.float64, seed=1)
         trainer = Watching(
             model,

@@ -71,7 +71,7 @@ def test_other_families(family, tmp_path):
 
 @pytest.mark.exhaustive
 def test_resumes(tmp_path):
-    """In the second shuffled epoch, bit for bit: parameters, losses and which rows come together."""
+    """In the second shuffled epoch, bit for bit: parameters, losses, counts and which rows come together."""
     options = {"num_train_epochs": 3, "max_steps": -1, "train_sampling_strategy": "random", "optim": "adamw_torch"}
     options |= {"learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}
     whole = run(TreeSFTTrainer, TreeSFTConfig, tmp_path / "whole", **options)
@@ -82,7 +82,9 @@ def test_resumes(tmp_path):
     )
     for name, value in whole[0].items():
         assert torch.equal(resumed[0][name], value), name
-    losses = [[(log["step"], log["loss"]) for log in one[1] if "loss" in log] for one in (whole, resumed)]
+    losses = [
+        [(log["step"], log["loss"], log["num_tokens"]) for log in one[1] if "loss" in log] for one in (whole, resumed)
+    ]
     assert losses[0] == losses[1]
 
 

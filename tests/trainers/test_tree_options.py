@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from datasets import Dataset
 from support import recorded
 from support.models import VOCAB, shallow_model
 from support.oracle import float64_everywhere
@@ -85,16 +86,6 @@ def test_scoring_is_skipped_only_where_exact(options, field, tmp_path):
         is_known = field == "old_per_token_logps" and number % 2 == 0  # scored at generation, on the same weights
         assert log["tree/scoring_skipped"] == log["tree/scoring_kept"] == is_known
         assert log.get(f"tree/scoring_needed_by/{field}", 0) == (not is_known)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo"])
-def test_every_loss_without_scoring(loss, tmp_path):
-    """Losses, metrics and gradients are TRL's although no scoring pass ran."""
-    stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock", loss_type=loss)
-    cut = tree_run(tmp_path / "cut", tree_sharing="always", tree_max_tokens_per_microbatch=64, loss_type=loss)
-    assert_same_training(stock, cut)
-    assert all(log["tree/scoring_skipped"] == 1 for log in cut[1][:-1])
 
 
 @pytest.mark.exhaustive
@@ -268,6 +259,15 @@ def test_token_advantages_need_a_loss_that_knows_them(tmp_path):
             {"tree_credit": "turn", "multi_objective_aggregation": "normalize_then_sum"},
             "multi_objective_aggregation='sum_then_normalize' with tree_credit='turn'",
         ),
+        # Of TRL's, which makes a data set without rows of these two, and ends,
+        ({"num_iterations": 0}, "num_iterations to be an integer of at least 1, got 0"),
+        ({"steps_per_generation": 0}, "steps_per_generation to be an integer of at least 1, got 0"),
+        # divides by this,
+        ({"num_generations": 0}, "num_generations to be an integer of at least 1, got 0"),
+        # and finds out after its first rollouts, or never.
+        ({"scale_rewards": "groups"}, "scale_rewards to be one of group, batch, none, got 'groups'"),
+        ({"epsilon": float("nan")}, "epsilon to be a finite number of at least 0, got nan"),
+        ({"top_entropy_quantile": 2}, r"top_entropy_quantile to be a number in \[0, 1\], got 2"),
     ],
 )
 def test_bad_options(options, message, tmp_path):
@@ -286,6 +286,7 @@ def test_bad_options(options, message, tmp_path):
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
         ({"ddp_static_graph": True}, "ddp_static_graph=True"),
         ({"loss_type": "dapoo"}, "expected loss_type to be one of grpo, .*, got 'dapoo'"),
+        ({"importance_sampling_level": "turn"}, "importance_sampling_level to be one of token, sequence, got 'turn'"),
     ],
 )
 def test_refused_arguments(options, message, tmp_path):
@@ -296,6 +297,30 @@ def test_refused_arguments(options, message, tmp_path):
 
     with pytest.raises(UnsupportedModelError, match=message):
         tree_run(tmp_path, rollout_func=rollouts, **options)
+
+
+def test_refused_before_the_first_step(tmp_path):
+    """What PyTorch and TRL would say in a backward and after sampling, Transformers after minutes of asking a hub."""
+    offload = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}
+    questions = Dataset.from_dict({"question": ["a"] * recorded.NUM_PROMPTS})
+
+    def rollouts(prompts, trainer):
+        raise AssertionError("expected no rollouts")
+
+    with pytest.raises(ValueError, match="expected a GPU for offload=True"):
+        tree_run(tmp_path, rollout_func=rollouts, **offload)
+    with pytest.raises(ValueError, match="expected a train_dataset with the column prompt, got question"):
+        tree_run(tmp_path, rollout_func=rollouts, dataset=questions)
+    with pytest.raises(
+        ValueError, match="expected model to be a model's folder or name, got 'no/such': no such folder"
+    ):
+        TreeGRPOTrainer("no/such", recorded.recorded_reward, TreeGRPOConfig(**recorded.arguments(tmp_path)))
+
+
+def test_rates_that_are_no_numbers(tmp_path):
+    """Of the optimizer, which would make NaN of every weight, when the trainer is made."""
+    with pytest.raises(ValueError, match="learning_rate to be a finite number of at least 0, got nan"):
+        tree_run(tmp_path, learning_rate=float("nan"))
 
 
 def test_loss_types_are_those_of_trl():

@@ -58,10 +58,14 @@ OPTIONS["loss-luspo"]["learning_rate"] = OPTIONS["off-policy-luspo"]["learning_r
 @pytest.mark.essential("loss-grpo", "off-policy-grpo")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_grpo(name, tmp_path):
-    """TreeGRPOTrainer trains as GRPOTrainer does."""
+    """TreeGRPOTrainer trains as GRPOTrainer does; each loss also on trees that are cut, without scoring them first."""
     stock = run_trainer(GRPOTrainer, GRPOConfig, tmp_path / "stock", **OPTIONS[name])
-    tree = run_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path / "tree", tree_sharing="always", **OPTIONS[name])
+    cut = {"tree_max_tokens_per_microbatch": 64} if name.startswith("loss-") else {}
+    options = {"tree_sharing": "always", **cut, **OPTIONS[name]}
+    tree = run_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path / "tree", **options)
     assert_same_training(stock, tree)
+    if cut:
+        assert all(log["tree/microbatches"] > 1 and log["tree/scoring_skipped"] == 1 for log in tree[1][:-1])
 
 
 @pytest.mark.essential("off-policy")

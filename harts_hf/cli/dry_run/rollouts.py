@@ -40,7 +40,7 @@ def file_rollouts(path: str, training: Any, tokenizer: Any, options: dict[str, A
         path: of the rollout file.
         training: the trainer's arguments.
         tokenizer: for conversations.
-        options: how the file is read: ``form``, ``samples_per``, ``group_key``.
+        options: how the file is read: ``format``, ``samples_per``, ``group_key``.
 
     Raises:
         ValueError: a file that cannot be read.

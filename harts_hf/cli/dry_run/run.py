@@ -24,7 +24,7 @@ from harts_hf.cli.policy import find_policy, named_tokenizer
 from harts_hf.cli.recipe import parse, peek, split_recipe
 from harts_hf.cli.sources import RolloutSource, find_source, reward_functions
 from harts_hf.cli.train_arguments import PolicyArguments, TrainArguments
-from harts_hf.cli.train_checks import check_folders, check_numbers
+from harts_hf.cli.train_checks import check_folders
 from harts_hf.cli.trainer_kinds import TRAINERS
 from harts_hf.errors import MissingExtraError, missing_extra
 from harts_hf.modeling.checks import check_experts
@@ -33,6 +33,7 @@ from harts_hf.runtime.budgets import MARGIN, Budget, fitting_budget, parse_bytes
 from harts_hf.trainers.refusals import check_settings
 from harts_hf.trainers.router_loss import has_router_loss
 from harts_hf.trainers.sampling import why_not_sampled
+from harts_hf.trainers.tree_options import check_optimizer
 from harts_hf.trainers.zero3 import has_frozen_layers
 
 
@@ -136,7 +137,7 @@ class DryRun:
 
     def _files(self) -> None:
         self._each(
-            lambda: check_numbers(self.training),
+            lambda: check_optimizer(self.training),
             lambda: check_folders(self.training, self.model, self.recipe, makes=False),
         )
 
@@ -257,7 +258,7 @@ class DryRun:
         placement = getattr(self.training, "tree_placement", "local")
         together = self.launch.num_processes == 1 or hasattr(self.training, "tree_placement")
         skips = together and self._may_skip_scoring() and not has_router_loss(parts.trainer)
-        planner = parts.trainer._tree.planner
+        planner = parts.trainer.tree_policy.planner
         if parts.budget is not None:
             planner = replace(planner, config=replace(planner.config, **self.training.limits(parts.budget)))
         parts.plan = plan_step(
@@ -273,8 +274,7 @@ class DryRun:
         recorded = self.arguments.dry_run_rollouts or self.arguments.recorded_rollouts
         if recorded:
             given: Any = self.arguments.recorded_kwargs
-            names = {"format": "form", "samples_per": "samples_per", "group_key": "group_key"}
-            options = {names[key]: value for key, value in given.items() if key in names and value != "auto"}
+            options = {key: given[key] for key in ("format", "samples_per", "group_key") if key in given}
             return file_rollouts(recorded, self.training, parts.tokenizer, options)
         return made_up_rollouts(self.arguments, self.training, self._prompt_tokens())
 

@@ -62,7 +62,7 @@ class SupervisedDryRun(DryRun):
 
     def _tree(self, batches: list[dict[str, Any]]) -> RolloutTree:
         """What a process computes in a step."""
-        keeps_all = self.parts.trainer._tree.counts_all_tokens
+        keeps_all = self.parts.trainer.tree_policy.counts_all_tokens
         rows = [LabelledRows.from_batch(batch, keeps_all=keeps_all) for batch in batches]
         trajectories = [trajectory for one in rows for trajectory in one.trajectories()]
         return RolloutTree.from_trajectories(trajectories or [rows[0].stand_in()])

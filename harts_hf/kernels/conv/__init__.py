@@ -1,3 +1,3 @@
-from harts_hf.kernels.conv.api import tree_causal_conv1d
+from harts_hf.kernels.conv.api import ACTIVATIONS, tree_causal_conv1d
 
-__all__ = ["tree_causal_conv1d"]
+__all__ = ["ACTIVATIONS", "tree_causal_conv1d"]

@@ -8,7 +8,7 @@ from harts_hf.kernels.conv import reference
 from harts_hf.kernels.conv import torch as torch_backend
 
 _BY_DEVICE = {"cpu": "torch", "cuda": "triton"}
-_ACTIVATIONS = (None, "silu", "swish")
+ACTIVATIONS = (None, "silu", "swish")
 
 
 def tree_causal_conv1d(
@@ -46,8 +46,8 @@ def tree_causal_conv1d(
     if bias is not None:
         check_floating(bias=bias)
         check_shape("bias", bias, (x.shape[1],))
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"expected activation to be one of {list(_ACTIVATIONS)}, got {activation!r}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"expected activation to be one of {list(ACTIVATIONS)}, got {activation!r}")
     check_same_device(x=x, weight=weight, bias=bias, table=table.gather.index)
     chosen = choose_backend("tree_causal_conv1d", backend, x.device, by_device=_BY_DEVICE, dtype=x.dtype)
     if chosen == "triton":

@@ -139,7 +139,7 @@ class FunctionAgent(Agent):
         ]
         if needed or "base_url" not in self._takes:
             raise ValueError(
-                f"expected an agent that takes a task, base_url and any of {', '.join(known)}, got one that takes "
+                f"expected an agent that takes a task, base_url and any of {', '.join(known[1:])}, got one that takes "
                 f"{', '.join(names) or 'nothing more'}"
             )
 

@@ -3,7 +3,7 @@
 Taken are chat messages (tool calls as objects, flat objects, or JSON strings of either), Anthropic's content blocks
 (``anthropic.py``) and items of OpenAI's Responses interface (``responses.py``). What is none of these stays as it is:
 whoever renders it sees that it leaves no token. Nulls are as absent but in arguments of tool calls, where the policy
-may have meant them.
+may have meant them. A message's ``weight``, 0 or 1, says whether it is trained, as in OpenAI's fine-tuning files.
 """
 
 import json
@@ -23,7 +23,7 @@ def chat_messages(items: Any, what: str = "messages") -> list[Message]:
         what: its name in an error.
 
     Raises:
-        ValueError: no list of objects, or an empty one; tool calls that are no objects.
+        ValueError: no list of objects, or an empty one; tool calls that are no objects; a weight between 0 and 1.
     """
     if isinstance(items, str) and items.lstrip().startswith("["):  # some write them as JSON into a column of texts
         items = _parsed(items) or items
@@ -78,6 +78,8 @@ def _unfolded(items: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 
 def _message(item: dict[str, Any], number: int) -> Message:
     message = {key: value for key, value in item.items() if value is not None or key == "content"}
+    if message.get("weight") not in (None, 0, 1):
+        raise ValueError(f"message {number}: expected a weight of 0 or 1, got {shortened(message['weight'])}")
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         message["tool_calls"] = [_call(call, number, index) for index, call in enumerate(calls, 1)]

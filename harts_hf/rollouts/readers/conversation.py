@@ -17,6 +17,7 @@ class Thread:
     Attributes:
         messages: in OpenAI's form; the roles are those of the file.
         sampled: indices of the messages that were sampled in this thread; None for all of the role ``assistant``.
+            Those with a ``weight`` of 0 are context either way.
         tools: their descriptions in OpenAI's form, or None.
     """
 
@@ -30,7 +31,10 @@ class Thread:
         return [
             index
             for index, message in enumerate(self.messages)
-            if index > 0 and message.get("role") == "assistant" and (self.sampled is None or index in self.sampled)
+            if index > 0
+            and message.get("role") == "assistant"
+            and (self.sampled is None or index in self.sampled)
+            and message.get("weight") != 0
         ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from harts_hf.rollouts.lost import Message
 from harts_hf.rollouts.messages import chat_template
 from harts_hf.rollouts.readers.conversation import Conversation, PlainText, Thread
-from harts_hf.rollouts.templates import ChatTemplate, Sample, Tools
+from harts_hf.rollouts.templates import ChatTemplate, Sample, Tools, of_turns
 
 SAMPLES_PER = ("turn", "conversation")
 LOST_THOUGHTS = "turns whose thoughts the chat template does not write"
@@ -66,7 +66,9 @@ class Sampler:
         (thread,) = conversation.threads
         assert isinstance(thread, Thread)
         self._count_media(thread)
-        return self.template.marked(self.template.prepared(thread.messages, thread.tools), thread.tools)
+        messages = self.template.prepared(thread.messages, thread.tools)
+        ids, mask = self.template.marked(messages, thread.tools)
+        return ids, None if mask is None else of_turns(mask, messages, thread.turns)
 
     def samples(self, conversation: Conversation) -> list[Sample]:
         """The samples of a conversation, in the order of its turns.
@@ -115,6 +117,7 @@ class Sampler:
             notes["conversations without a turn of the assistant: nothing of them is trained"] += 1
         elif self._per_turn:
             notes["messages after the last turn left out"] += len(thread.messages) - 1 - turns[-1]
+        notes["answers of weight 0: context, not trained"] += sum(m.get("weight") == 0 for m in thread.messages)
         thoughts = sum(_has_thought(thread.messages[turn]) for turn in turns)
         if thoughts and not self._knows_thoughts(thread.tools):
             notes[LOST_THOUGHTS] += thoughts

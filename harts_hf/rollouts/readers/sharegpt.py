@@ -59,9 +59,10 @@ def _message(entry: dict[str, Any], number: int) -> Message:
     value = entry.get("value")
     if not isinstance(value, str):
         raise ValueError(f"message {number}: expected value to be a text, got {shortened(value)}")
+    said = {"role": role, "weight": entry.get("weight")}
     if entry["from"].lower() == "function_call":
-        return {"role": role, "content": "", "tool_calls": _calls(value, number)}
-    return {"role": role, "content": value}
+        return {**said, "content": "", "tool_calls": _calls(value, number)}
+    return {**said, "content": value}
 
 
 def _calls(value: str, number: int) -> list[dict[str, Any]]:

@@ -74,7 +74,7 @@ def script(history, branch):
 def make_trainer(tmp_path):
     """A trainer of a tiny model with Qwen3's chat template."""
 
-    def make(rewards=(), rows=2, **options):
+    def make(rewards=(), rows=2, more=None, **options):
         tokenizer = chat_tokenizer()
         prompts = [[{"role": "user", "content": text}] for text in ("Count.", "Other")]
         args = TreeGRPOConfig(
@@ -95,7 +95,7 @@ def make_trainer(tmp_path):
             tiny_model("bailing_hybrid", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id),
             list(rewards),
             args=args,
-            train_dataset=Dataset.from_dict({"prompt": prompts, "start": [2, 5]}),
+            train_dataset=Dataset.from_dict(more or {"prompt": prompts, "start": [2, 5]}),
             processing_class=tokenizer,
             **options,
         )
@@ -166,6 +166,15 @@ def test_native_trl_calls_go_on_as_they_are(make_trainer):
     entry = next(entry for entry in trainer.state.log_history if "reward" in entry)
     assert entry["tools/call_frequency"] > 0
     assert entry["tree/sharing_ratio"] > 1.5  # both generations of a prompt are one path
+
+
+@pytest.mark.parametrize("where", ["train", "eval"])
+def test_prompts_that_are_texts_are_refused_where_trl_plays(make_trainer, where):
+    """TRL looks for calls in messages: it would fail once the first turns are sampled."""
+    texts = {"prompt": ["Count.", "Other"], "start": [2, 5]}
+    data = {"more": texts} if where == "train" else {"eval_dataset": {"a": Dataset.from_dict(texts)}}
+    with pytest.raises(ValueError, match=r"expected prompts that are messages, .*, got the text 'Count\.'"):
+        make_trainer(environment_factory=Counter, **data)
 
 
 def forking(history, branch):

@@ -72,7 +72,7 @@ def test_functions_get_what_they_take():
 )
 def test_functions_that_cannot_be_called_are_refused(function):
     """When the collector is made, not when the first episode fails."""
-    with pytest.raises(ValueError, match="expected an agent that takes a task, base_url and any of"):
+    with pytest.raises(ValueError, match="that takes a task, base_url and any of api_key, model, seed, got"):
         FunctionAgent(function)
 
 

@@ -115,3 +115,10 @@ def test_an_answer_to_nothing_is_context(tmp_path):
     (tmp_path / "r.json").write_text(json.dumps(messages))
     (rollout,) = read_rollout_file(tmp_path / "r.json", byte_tokenizer()).groups[0].rollouts
     assert "Hi" in text_of(rollout.token_ids) and "Hi" not in text_of(rollout.token_ids[rollout.loss_mask])
+
+
+@pytest.mark.parametrize("weight", [0.5, 2, "0", [0]])
+def test_weights_are_0_or_1(weight):
+    """As in OpenAI's files: anything between would need a loss that knows it."""
+    with pytest.raises(ValueError, match=r"message 1: expected a weight of 0 or 1, got "):
+        chat_messages([{"role": "assistant", "content": "so", "weight": weight}])

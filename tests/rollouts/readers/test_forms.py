@@ -41,7 +41,9 @@ def check(file, form, stem):
 
 
 @CASES
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz", ".traj"])
+@pytest.mark.parametrize(
+    "suffix", [".jsonl", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in (".json", ".jsonl.gz", ".traj"))]
+)
 def test_samples_of_each_form(tmp_path, name, suffix):
     """A sample per turn: what the template writes for the messages before, and the turn; only the turn is trained."""
     file = read_rollout_file(write(tmp_path / f"r{suffix}", FORMS[name].rows), byte_tokenizer())
@@ -109,7 +111,7 @@ def test_a_sample_per_conversation(tmp_path, name):
 def test_format_by_name(tmp_path, name):
     """``--format`` says what is otherwise recognised."""
     path, form = write(tmp_path / "r.jsonl", FORMS[name].rows), name.split(":")[0]
-    file = read_rollout_file(path, byte_tokenizer(), form=form)
+    file = read_rollout_file(path, byte_tokenizer(), format=form)
     other = read_rollout_file(path, byte_tokenizer())
     for mine, theirs in zip(file.groups[0].rollouts, other.groups[0].rollouts, strict=True):
         assert np.array_equal(mine.token_ids, theirs.token_ids)

@@ -32,6 +32,7 @@ def replaced(value, path, new):
 
 
 @pytest.mark.filterwarnings("ignore::harts_hf.errors.HartsWarning")
+@pytest.mark.essential("messages", "tau-bench", "swe-agent")
 @pytest.mark.parametrize("name", FORMS)
 def test_wrong_types_anywhere(tmp_path, name):
     """Whatever stands in the place of a value: the row is read, or the error names the line."""
@@ -43,7 +44,7 @@ def test_wrong_types_anywhere(tmp_path, name):
         new = (None, 7, "text", [], {}, [{}], [[]], True, 1e400, "\ud800")[(number + len(name)) % 10]
         path.write_text(json.dumps(replaced(row, place, new)) + "\n")
         try:
-            read_rollout_file(path, tokenizer, form=name.split(":")[0])
+            read_rollout_file(path, tokenizer, format=name.split(":")[0])
         except RolloutFileError as error:
             errors += 1
             assert str(error).startswith(f"{path}, line 1: ") or "at least one trajectory" in str(error)

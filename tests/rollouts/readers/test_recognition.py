@@ -45,7 +45,7 @@ def test_a_form_that_is_named_is_demanded(tmp_path):
     path = written(tmp_path / "r.jsonl", {"messages": MESSAGES})
     for form in ("tau-bench", "swe-agent", "sharegpt", "openhands", "nemo-gym", "tau2-bench", "prompt-completion"):
         with pytest.raises(RolloutFileError, match="line 1: expected"):
-            read_rollout_file(path, byte_tokenizer(), form=form)
+            read_rollout_file(path, byte_tokenizer(), format=form)
 
 
 @pytest.mark.parametrize("content", [MESSAGES, [MESSAGES[:3], MESSAGES[:5], MESSAGES]], ids=["one", "a list each"])

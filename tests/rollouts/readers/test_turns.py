@@ -293,6 +293,62 @@ def test_a_conversation_whose_turns_cannot_be_told(tmp_path):
     assert file.summary[1] == "1 lists of messages in whose text the turns cannot be told: they have no mask"
 
 
+MARKED = """{%- for m in messages %}{{- "<|im_start|>" + m.role + "\n" }}{%- if m.role == "assistant" %}
+{%- generation %}{{- m.content + "<|im_end|>" if m.content else "" }}{% endgeneration %}
+{%- else %}{{- m.content + "<|im_end|>" }}{%- endif %}{{- "\n" }}
+{%- endfor %}{%- if add_generation_prompt %}{{- "<|im_start|>assistant\n" }}{%- endif %}"""
+UNMARKED = MARKED.replace("{%- generation %}", "").replace("{% endgeneration %}", "")
+ASK = {"role": "user", "content": "go"}
+
+
+def says(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marks-generations", "marks-none"])
+@pytest.mark.parametrize(
+    ("row", "trained"),
+    [
+        ({"prompt": [ASK, says("example"), ASK], "completion": [says("own")]}, ["own"]),
+        ({"prompt": [ASK, says("example")], "completion": [ASK]}, [""]),
+        ([[ASK, says("one")], [ASK, says("one"), ASK, says("two")]], ["one", "two"]),
+        ({"history": [ASK, says("example", is_demo=True), ASK, says("own")]}, ["own"]),
+        ({"messages": [says("greeting"), ASK, says("own")]}, ["own"]),
+        ({"messages": [ASK, says("no", weight=0), ASK, says("own", weight=1)]}, ["own"]),
+        (
+            {"conversations": [{"from": "human", "value": "go"}, {"from": "gpt", "value": "no", "weight": 0}] * 2},
+            [""],
+        ),
+    ],
+    ids=["prompt", "no-turn", "requests", "demonstration", "greeting", "weights", "sharegpt"],
+)
+def test_answers_that_nobody_sampled_are_context(row, trained, template, tmp_path):
+    """Of whole conversations too, where a template's own mask is of all answers."""
+    (tmp_path / "r.jsonl").write_text(json.dumps(row) + "\n")
+    file = read_rollout_file(tmp_path / "r.jsonl", byte_tokenizer(template), samples_per="conversation")
+    found = [text_of(rollout.token_ids[rollout.loss_mask]) for rollout in file.groups[0].rollouts]
+    assert [text.replace("<|im_end|>", "") for text in found] == trained
+
+
+def test_marks_that_cannot_be_told_apart(tmp_path):
+    """An answer that leaves no mark: nobody can say whose the others are, so there is no mask, and it is said."""
+    rows = [{"prompt": [ASK, says(""), ASK], "completion": [says("own"), ASK, says("too")]}]
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = read_rollout_file(tmp_path / "r.jsonl", byte_tokenizer(MARKED), samples_per="conversation")
+    assert file.groups[0].rollouts[0].loss_mask is None
+    assert any("have no mask" in note for note in file.notes)
+
+
+def test_rows_with_values_per_token_know_weights(tmp_path):
+    """Where they have no mask of their own, it is that of the template, less answers of weight 0."""
+    messages = [ASK, says("no", weight=0), ASK, says("own")]
+    tokenizer = byte_tokenizer(MARKED)
+    size = len(tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"])
+    (tmp_path / "r.jsonl").write_text(json.dumps({"messages": messages, "old_logprobs": [None] * size}) + "\n")
+    (rollout,) = read_rollout_file(tmp_path / "r.jsonl", tokenizer).groups[0].rollouts
+    assert text_of(rollout.token_ids[rollout.loss_mask]) == "own<|im_end|>"
+
+
 def test_what_is_not_in_a_sample_is_counted(tmp_path):
     """Messages after the last turn, conversations without one."""
     path = tmp_path / "r.jsonl"
