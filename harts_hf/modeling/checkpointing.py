@@ -13,6 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+# Of PyTorch's checkpoint(), and two of Transformers.
+_OF_PYTORCH = ("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
+KEYS = frozenset((*_OF_PYTORCH, "every_n_layers", "offload"))
 _ENABLE = "gradient_checkpointing_enable"
 # The old name of ``is_activation_checkpointing``, which warns whoever reads it.
 _ASK = "is_gradient_checkpointing"
@@ -48,6 +51,22 @@ def without_checkpointing(model: Any, activation_checkpointing_kwargs: dict[str,
     finally:
         if was_on:
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=activation_checkpointing_kwargs)
+
+
+def check_keys(kwargs: Mapping[str, Any] | None) -> None:
+    """Refuses keys of ``activation_checkpointing_kwargs`` that nobody reads: PyTorch would hand them on to the layers,
+    which take any.
+
+    Raises:
+        ValueError: another key than PyTorch's and Transformers'.
+    """
+    unknown = sorted(set(kwargs or {}) - KEYS)
+    if unknown:
+        selective = " ('selective' is for TRL's stock SFTTrainer; every_n_layers=2 recomputes less, too)"
+        raise ValueError(
+            f"expected activation_checkpointing_kwargs to have no other keys than {', '.join(sorted(KEYS))}, got "
+            f"{', '.join(map(repr, unknown))}{selective if 'selective' in unknown else ''}"
+        )
 
 
 def checkpointed_every(kwargs: Mapping[str, Any] | None) -> int:

@@ -66,7 +66,7 @@ def block_trials(task: Task, walk: Walk, leaves: LeafTable) -> Iterator[tuple[li
     fewest = ceil(rows.sum() / ranks / limit)
     table = CutTable.build(walk, chunk_size=task.config.chunk_size, seconds_per=task.seconds_per)
     ends = walk.position[ranges]
-    tries = []
+    tries: list[tuple[float, int, list[list[_Block]], float]] = []
     for count in range(fewest, fewest + MORE_BLOCKS):
         if len(seconds) * ranks * count > MOST_TRIED:
             break

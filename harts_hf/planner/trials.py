@@ -201,7 +201,7 @@ def _ordered(task: Task, microbatches: list[Microbatch], accounts: Accounts, num
 
     if task.execution != "nested" or num_ranks == 1:
         return schedule(rank_ops)
-    words = [rank_ops]
+    words: list[Sequence[Sequence[Op]]] = [rank_ops]
     limit = config.max_graph_tokens or max(max(graph_tokens(ops, microbatches), default=0) for ops in rank_ops)
     forward = [task.cost.forward.seconds(measured.work) for measured in accounts.measures]
     words += [[block_ops(own, most, limit, forward) for own in by_rank] for most in BLOCKS]

@@ -17,6 +17,8 @@ TOKENS = ("prompt_ids", "completion_ids")
 VALUES = ("logprobs", "env_mask", "advantages")
 # Rows of fewer numbers are joined before they are checked: a call on a short array is mostly overhead.
 _LONG = 65_536
+# A log-prob above it is none (rounding to bfloat16 makes at most an eighth of a 0); probabilities are taken for them.
+_HIGHEST = 0.5
 
 
 def check_rollouts(
@@ -38,8 +40,8 @@ def check_rollouts(
     Raises:
         ValueError: missing keys, another number of rows or of entries in any other list, indices of ``episode`` that
             are none or do not ascend, an empty prompt or completion, token ids that are no integers or out of range,
-            a mask, log-probs or advantages of another length or not finite, a mask that is not 0 or 1. A log-prob may
-            be None or NaN: TRL takes it as unknown.
+            a mask, log-probs or advantages of another length or not finite, a mask that is not 0 or 1, log-probs above
+            0 by more than rounding. A log-prob may be None or NaN: TRL takes it as unknown.
     """
     if not isinstance(output, dict):
         raise ValueError(f"expected rollout_func to return a dict, got {type(output).__name__}")
@@ -200,6 +202,10 @@ def _check_values(values: Any, key: str, row: int, length: int) -> None:
             raise ValueError(f"expected 0 or 1 in {name}, got {value} at position {position}")
         if key == "logprobs" and (value is None or value != value):
             continue
+        if key == "logprobs" and _HIGHEST < value < math.inf:
+            raise ValueError(
+                f"expected log-probs of at most 0 in {name}, got {value} at position {position} (a probability?)"
+            )
         if value is None or not math.isfinite(value):
             raise ValueError(f"expected finite numbers in {name}, got {value} at position {position}")
 
@@ -207,4 +213,6 @@ def _check_values(values: Any, key: str, row: int, length: int) -> None:
 def _are_good(values: NDArray[Any], key: str) -> bool:
     if key == "env_mask":
         return bool(((values == 0) | (values == 1)).all())
-    return not np.isinf(values).any() if key == "logprobs" else bool(np.isfinite(values).all())
+    if key == "logprobs":
+        return not (np.isinf(values) | (values > _HIGHEST)).any()
+    return bool(np.isfinite(values).all())

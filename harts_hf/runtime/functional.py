@@ -128,7 +128,7 @@ def window_logprobs(
 
 
 def _check_temperature(temperature: object) -> None:
-    if not isinstance(temperature, Real) or isinstance(temperature, bool) or not 0 < temperature < math.inf:
+    if not isinstance(temperature, Real) or isinstance(temperature, bool) or not 0 < float(temperature) < math.inf:
         raise ValueError(f"expected a temperature above 0, got {temperature!r}")
 
 

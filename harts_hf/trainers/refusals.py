@@ -13,7 +13,7 @@ from transformers.training_args import OptimizerNames
 from trl import GRPOTrainer
 
 from harts_hf.errors import HartsWarning, UnsupportedModelError
-from harts_hf.modeling.checkpointing import checkpointed_every
+from harts_hf.modeling.checkpointing import check_keys, checkpointed_every
 from harts_hf.modeling.checks import REENTRANT_MESSAGE, check_experts, check_parallel_sizes
 from harts_hf.modeling.patching import causal_lm_of
 from harts_hf.trainers.acceleration import check_acceleration
@@ -150,6 +150,7 @@ def check_settings(trainer: Any) -> None:
     by_module = is_deepspeed_zero3_enabled() and not gathers_whole_layers(trainer.model, trainer.accelerator)
     check_experts(causal_lm_of(trainer.model), zero3=by_module)
     kwargs = args.gradient_checkpointing_kwargs or {}
+    check_keys(kwargs)
     checkpointed_every(kwargs)
     has_coefficient = getattr(trainer, "aux_loss_enabled", False)
     # They step inside the backward, so several times in a window of several microbatches.

@@ -13,6 +13,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from harts_hf.errors import HartsWarning, UnsupportedModelError
+from harts_hf.modeling.checkpointing import check_keys
 from harts_hf.rollouts.arrays import number_array
 from harts_hf.rollouts.fields import shortened
 from harts_hf.trainers.field_checks import FLAG, TEXT, check_fields, integer
@@ -212,7 +213,8 @@ def _check_rows(rows: Any, args: TreeSFTConfig, kwargs: dict[str, Any]) -> None:
 
 
 def _refuse(args: TreeSFTConfig, kwargs: dict[str, Any]) -> None:
-    checkpointing: Any = args.gradient_checkpointing_kwargs or {}
+    checkpointing: Any = args.activation_checkpointing_kwargs
+    check_keys(checkpointing)  # before TRL takes out what the tree has no use for
     refused = [
         (args.packing, "packing=True (a tree has no padding): set packing=False"),
         (args.eval_packing, "eval_packing=True (a tree has no padding): leave eval_packing out"),
@@ -222,10 +224,6 @@ def _refuse(args: TreeSFTConfig, kwargs: dict[str, Any]) -> None:
         (kwargs.get("compute_metrics") is not None, "compute_metrics: it needs all logits"),
         (kwargs.get("preprocess_logits_for_metrics") is not None, "preprocess_logits_for_metrics: it needs logits"),
         (args.activation_offloading, "activation_offloading=True"),
-        (
-            checkpointing.get("selective", False),
-            "activation_checkpointing_kwargs={'selective': True}",
-        ),
     ]
     for wrong, got in refused:
         if wrong:

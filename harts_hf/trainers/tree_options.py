@@ -33,6 +33,7 @@ _OF_TRAINING = {
     "epsilon_high": number().or_none(),
     "delta": number(above=True).or_none(),
     "entropy_coef": number(-math.inf),
+    "router_aux_loss_coef": number().or_none(),
     "top_entropy_quantile": number(high=1),
     "off_policy_mask_threshold": number(-math.inf).or_none(),
     "sapo_temperature_neg": number(above=True),

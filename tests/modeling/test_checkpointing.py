@@ -4,16 +4,22 @@ import copy
 
 import pytest
 import torch
+from datasets import Dataset
+from support import recorded
 from support.models import tiny_model
 from support.trainer_runs import run_trainer
 from trl import GRPOConfig, GRPOTrainer
 
-from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
+from harts_hf import TreeGRPOConfig, TreeGRPOTrainer, TreeSFTConfig, TreeSFTTrainer
 from harts_hf.modeling.checkpointing import allow_some_layers, checkpointed_every
 from harts_hf.modeling.memory import row_bytes
 
 CUT = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64, "max_steps": 2, "learning_rate": 0.1}
 ON = {"gradient_checkpointing": True}
+DATA = {
+    "train_dataset": Dataset.from_dict({"prompt": ["t3 "], "completion": ["t4"]}),
+    "processing_class": recorded.tokenizer(),
+}
 
 
 def checkpointed(model):
@@ -43,6 +49,18 @@ def test_numbers_of_layers(every):
     kwargs = {"use_reentrant": False, "every_n_layers": every}
     with pytest.raises(ValueError, match=r"expected every_n_layers .* integer of at least 1, got"):
         checkpointed_every(kwargs)
+
+
+@pytest.mark.parametrize("key", ["selective", "every_n_layer"])
+def test_keys_that_nobody_reads(tmp_path, key):
+    """PyTorch hands them on to the layers, so that all would be checkpointed without a word."""
+    kwargs = {"use_reentrant": False, "early_stop": False, key: 2}
+    message = rf"no other keys than context_fn, .*, use_reentrant, got '{key}'"
+    for trainer, config in ((TreeGRPOTrainer, TreeGRPOConfig), (TreeSFTTrainer, TreeSFTConfig)):
+        args = config(output_dir=str(tmp_path), use_cpu=True, bf16=False, activation_checkpointing_kwargs=kwargs)
+        rewards = [len] if trainer is TreeGRPOTrainer else []
+        with pytest.raises(ValueError, match=message):
+            trainer(tiny_model("qwen3_5_text"), *rewards, args=args, **DATA)
 
 
 def test_memory_of_some_layers():

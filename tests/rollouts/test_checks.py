@@ -53,6 +53,8 @@ def test_good_rows_pass():
         ({"logprobs": [[None, 0.0, -1.0], [-math.inf]]}, 2, r"finite numbers in logprobs\[1\], got -inf"),
         ({"logprobs": [[None, math.inf, -1.0], [-1.0]]}, 2, r"finite numbers in logprobs\[0\], got inf at position 1"),
         ({"completion_ids": [[4, 5, 2**70], [7]]}, 2, r"in completion_ids\[0\], got 1180591620717411303424"),
+        ({"logprobs": [[0.1, 0.9, 0.3], [-1.0]]}, 2, r"at most 0 in logprobs\[0\], got 0.9 at position 1 .*probab"),
+        ({"logprobs": [[None, 0.9, 0.3], [-1.0]]}, 2, r"at most 0 in logprobs\[0\], got 0.9 at position 1"),
         # Integers only: TRL would pad floats into integers.
         ({"completion_ids": [[4, 5.5, 6], [7]]}, 2, r"integers in completion_ids\[0\], got 5.5 at position 1"),
         ({"prompt_ids": [[1, 2], np.array([3.0])]}, 2, r"integers in prompt_ids\[1\], got .*3.0.* at position 0"),

@@ -121,6 +121,9 @@ def test_global_scope(tmp_path):
         assert other["aux_loss"] == pytest.approx(one["aux_loss"], rel=RELATIVE_TOLERANCE)
     with pytest.raises(ValueError, match="tree_aux_scope to be one of slice, global, got 'step'"):
         TreeGRPOConfig(output_dir=str(tmp_path), tree_aux_scope="step", use_cpu=True)
+    for config, wrong in ((TreeGRPOConfig, float("nan")), (TreeSFTConfig, "0.1"), (TreeGRPOConfig, -0.1)):
+        with pytest.raises(ValueError, match="router_aux_loss_coef to be a finite number of at least 0, or None, got"):
+            config(output_dir=str(tmp_path), router_aux_loss_coef=wrong, use_cpu=True)
 
 
 @pytest.mark.exhaustive
