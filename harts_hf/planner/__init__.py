@@ -1,6 +1,6 @@
 """The planner: from a rollout tree and limits to a schedule of forwards and backwards (NumPy only)."""
 
-from harts_hf.planner.choosing import executions_to_try, plan_step, with_execution_chosen
+from harts_hf.planner.choosing import executions_to_try, fastest, least_seconds, plan_step, with_execution_chosen
 from harts_hf.planner.chunks import CHUNK_SIZE, ChunkTree, build_chunk_tree
 from harts_hf.planner.config import PlannerConfig
 from harts_hf.planner.cost import DEFAULT_COST, CostModel, Work, fit_unit_seconds
@@ -31,7 +31,9 @@ __all__ = [
     "count_world",
     "decompose_chains",
     "executions_to_try",
+    "fastest",
     "fit_unit_seconds",
+    "least_seconds",
     "min_linear_calls",
     "no_sharing_bound",
     "plan_step",

@@ -3,24 +3,66 @@
 Trainers and `harts plan` share this, so that what is estimated for a file is what a step on it does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from harts_hf.planner.config import PlannerConfig
+from harts_hf.planner.cost import DEFAULT_COST
 from harts_hf.planner.orders import LimitError
 from harts_hf.planner.plan import plan_window
 from harts_hf.planner.schedule import Schedule
 from harts_hf.tree import RolloutTree
 
+Planned = TypeVar("Planned")
+
 
 def executions_to_try(config: PlannerConfig, *, can_skip_scoring: bool, num_ranks: int) -> list[bool]:
-    """For each execution that may be the fastest, whether it leaves the scoring pass out.
+    """For each execution that may be the fastest, whether it leaves the scoring pass out; the likely one first.
 
     On several ranks a nested one may need so many dummies that replay is faster.
     """
     both = num_ranks > 1 and can_skip_scoring and config.execution == "auto"
-    return [False, True] if both else [can_skip_scoring]
+    return [True, False] if both else [can_skip_scoring]
+
+
+def least_seconds(tree: RolloutTree, config: PlannerConfig) -> float:
+    """A lower bound on the estimated seconds of any schedule of ``tree``: each row once, evenly over the ranks.
+
+    Args:
+        tree: of the step.
+        config: of plans, with an execution other than "auto". Limits are not looked at, so they may be raised.
+    """
+    step = (config.cost or DEFAULT_COST).step(forwards=2 if config.execution == "replay" else 1)
+    pairs = float((tree.depth + 1).sum())
+    return float((step.rows + step.linear_rows) * tree.num_tokens + step.pairs * pairs) / config.world_size
+
+
+def fastest(
+    tree: RolloutTree,
+    configs: Sequence[PlannerConfig],
+    plan: Callable[[int], Planned],
+    of: Callable[[Planned], Schedule],
+) -> tuple[int, Planned]:
+    """The plan of the fewest estimated seconds; those that cannot be faster than one before them are not made.
+
+    Args:
+        tree: that all are made for.
+        configs: of the plans, the likely one first.
+        plan: makes the plan of a number in ``configs``.
+        of: the schedule of what ``plan`` gives.
+
+    Returns:
+        Its number in ``configs``, and the plan. Of equally fast ones the last.
+    """
+    best: tuple[int, Planned] | None = None
+    for number, config in enumerate(configs):
+        if best is None or of(best[1]).estimated_seconds >= least_seconds(tree, config):
+            found = plan(number)
+            if best is None or of(found).estimated_seconds <= of(best[1]).estimated_seconds:
+                best = number, found
+    assert best is not None, "expected a configuration"
+    return best
 
 
 def with_execution_chosen(config: PlannerConfig, *, can_skip_scoring: bool, num_rows: int) -> PlannerConfig:
@@ -69,12 +111,14 @@ def plan_step(
     tries = executions_to_try(config, can_skip_scoring=can_skip_scoring, num_ranks=ranks)
     rows = -(-tree.num_tokens // ranks)
     configs = [with_execution_chosen(config, can_skip_scoring=skips, num_rows=rows) for skips in tries]
-    schedules = [_plan_raised(tree, one, on_raised) for one in configs]
-    if not can_skip_scoring and config.execution == "auto" and _is_whole(schedules[0]):
+    _, schedule = fastest(
+        tree, configs, lambda number: _plan_raised(tree, configs[number], on_raised), lambda one: one
+    )
+    if not can_skip_scoring and config.execution == "auto" and _is_whole(schedule):
         whole = _plan_raised(tree, replace(configs[0], execution="nested"), on_raised)
         if _is_whole(whole):
             return whole
-    return min(schedules, key=lambda schedule: schedule.estimated_seconds)
+    return schedule
 
 
 def _is_whole(schedule: Schedule) -> bool:

@@ -102,37 +102,31 @@ class _Holders:
     """Which of the pieces so far holds the open ancestor of a depth: the last one with a row of that depth or less."""
 
     def __init__(self) -> None:
-        # Pieces that a later one hides are left out, so depths ascend.
-        self._shallowest: list[int] = []
-        self._piece: list[int] = []
-        self._count = 0
+        self._shallowest: list[int] = []  # ascending: pieces that a later one hides are left out
 
     def append(self, shallowest: int) -> None:
         """The next piece, by the depth of its shallowest row."""
         while self._shallowest and self._shallowest[-1] >= shallowest:
             self._shallowest.pop()
-            self._piece.pop()
         self._shallowest.append(shallowest)
-        self._piece.append(self._count)
-        self._count += 1
 
-    def of(self, depth: int) -> int:
-        """The piece, or -1."""
+    def shallowest_beside(self, depth: int) -> int:
+        """The least depth that the same piece holds as ``depth``; a negative one where no piece holds that."""
         index = bisect_right(self._shallowest, depth) - 1
-        return self._piece[index] if index >= 0 else -1
+        return self._shallowest[index] if index >= 0 else -1
 
 
 def _closing(above: list[int], at: int, stop: int, holders: _Holders) -> int:
-    """``stop``, or the last cut before it at which the piece ties no finished subtree to an unfinished one."""
-    lowest, best, ties = above[at], stop, False
-    for cut in range(at + 1, stop + 1):
-        # Rows at depths from `lowest` up to the first row's are finished; they count if pieces of their own hold them.
-        if above[cut - 1] < lowest:
-            lowest = above[cut - 1]
-            ties = holders.of(lowest - 1) != holders.of(above[at] - 1)
-        if not ties or above[cut] <= lowest:
-            best = cut
-    return best
+    """``stop``, or the last cut before it at which the piece ties no finished subtree to an unfinished one.
+
+    Rows at depths from the least in the piece up to its first row's are finished. They tie if other pieces hold the
+    open row above them than hold that above the first row; a cut at the least depth leaves nothing unfinished.
+    """
+    beside = holders.shallowest_beside(above[at] - 1)
+    if beside < 0 or min(above[at:stop]) > beside:
+        return stop
+    within = above[at : stop + 1]
+    return stop - within[::-1].index(min(within))
 
 
 def prefix_seconds(rows: int, seconds_per: UnitSeconds, chunk_size: int) -> float:

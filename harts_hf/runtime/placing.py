@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from harts_hf.planner import DEFAULT_COST, PlannerConfig, executions_to_try
+from harts_hf.planner import executions_to_try, fastest, least_seconds
 from harts_hf.runtime.exchange import check_same_plan
 from harts_hf.runtime.planning import WindowPlanner
 from harts_hf.runtime.ranks import Ranks
@@ -83,17 +83,17 @@ def place(
     with ranks.together():
         tree = merge(together)
         planners = _planners(planner, may_skip, -(-tree.num_tokens // ranks.count))
-        found = [(one, one(tree, rank=ranks.index)) for one in (_for_ranks(one, ranks.count) for one in planners)]
-    used, window = min(found, key=lambda pair: pair[1].schedule.estimated_seconds)
+        shared = [_for_ranks(one, ranks.count) for one in planners]
+        number, window = fastest(
+            tree, [one.config for one in shared], lambda i: shared[i](tree, rank=ranks.index), lambda one: one.schedule
+        )
+        used = shared[number]
     check_same_plan(window.schedule, names, ranks)  # before estimates, which decide what ranks do next, are compared
     seconds = window.schedule.estimated_seconds + exchange_seconds(tree.num_tokens)
     if choice == "auto" and planner.config.sharing != "always":
         alone = own or [stand_in()]
-        largest = planner.config.max_tokens_per_microbatch  # a local plan may have larger microbatches
         tree_alone = merge(alone)
-        least = min(
-            _least_seconds(tree_alone, replace(one.config, max_tokens_per_microbatch=largest)) for one in planners
-        )
+        least = min(least_seconds(tree_alone, one.config) for one in planners)
         if seconds > _agreed(ranks, least):  # else no local plan can be faster
             local, local_seconds = _placed_locally(planner, may_skip, alone, ranks, merge)
             if _agreed(ranks, local_seconds) < _agreed(ranks, seconds):
@@ -130,12 +130,3 @@ def _placed_locally(
 def _agreed(ranks: Ranks, seconds: float) -> float:
     """The largest of any rank, to a nanosecond: the same number everywhere."""
     return ranks.agree(round(seconds * 1e9))[0] / 1e9
-
-
-def _least_seconds(tree: RolloutTree, config: PlannerConfig) -> float:
-    """A lower bound on the estimated seconds of any plan of a tree on one rank: each row once."""
-    step = (config.cost or DEFAULT_COST).step(forwards=2 if config.execution == "replay" else 1)
-    pairs = float((tree.depth + 1).sum())
-    microbatches = -(-tree.num_tokens // config.max_tokens_per_microbatch)
-    rows = (step.rows + step.linear_rows) * tree.num_tokens + step.pairs * pairs
-    return float(rows + (step.microbatches + step.calls) * microbatches)

@@ -25,6 +25,7 @@ _OF_STEPS = {
 # Those with which a training would find out after its first rollouts, or never: of 0 iterations, or steps per
 # generation, TRL makes a data set without rows and ends; NaN in the loss or the optimizer is in every weight.
 _OF_TRAINING = {
+    "max_completion_length": integer(1),
     "num_iterations": integer(1),
     "steps_per_generation": integer(1),
     "temperature": number(above=True),

@@ -63,7 +63,8 @@ def bomb(depth=9):
         ("output_dir: {a: 1}\n", "expected output_dir to be a text, got {'a': 1}"),
         ("reward_funcs: [1]\n", "expected reward_funcs to be a text, got 1"),
         ("environment_kwargs: [1]\n" + ENVIRONMENT, "expected environment_kwargs to be a mapping, got list"),
-        ("num_generations: null\n" + ENVIRONMENT, "expected settings that TRL takes, got TypeError: "),
+        ("logging_steps: null\n" + ENVIRONMENT, "expected settings that TRL takes, got TypeError: "),
+        ("num_generations: null\n" + ENVIRONMENT, "expected num_generations to be an integer of at least 1, got None"),
         ("self: 1\nkwargs: 2\n" + ENVIRONMENT, "unknown key 'self', 'kwargs'"),
     ],
 )

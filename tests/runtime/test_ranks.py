@@ -14,7 +14,7 @@ from support.schedules import random_placement
 from support.trees import branching, random_trajectories
 from torch import nn
 
-from harts_hf import PlannerConfig, patch, plan_window, unpatch
+from harts_hf import PlannerConfig, patch, unpatch
 from harts_hf.modeling import RowValue, Sum, add_output
 from harts_hf.planner import CostModel
 from harts_hf.runtime import OtherRankError, TreeUpdate, TreeWindow, WindowPlanner, WindowRun, placing, window
@@ -353,14 +353,3 @@ def test_auto(shape, placement):
     assert [one.placement for one in found] == [placement] * 2, found
     if placement == "global":
         assert [one.first for one in found] == [0, 40]
-
-
-@pytest.mark.parametrize("execution", ["replay", "nested", "keep"])
-def test_no_local_plan_is_faster_than_the_bound(execution):
-    """Below which it is not worth planning."""
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(2, VOCAB, 600) for _ in range(16)]
-    config = PlannerConfig(max_tokens_per_microbatch=1200, execution=execution)
-    tree = RolloutTree.from_trajectories(rows)
-    seconds = plan_window(tree, config).estimated_seconds
-    assert 0.8 * seconds < placing._least_seconds(tree, config) <= seconds

@@ -261,6 +261,7 @@ def test_token_advantages_need_a_loss_that_knows_them(tmp_path):
         ),
         # Of TRL's, which makes a data set without rows of these two, and ends,
         ({"num_iterations": 0}, "num_iterations to be an integer of at least 1, got 0"),
+        ({"max_completion_length": None}, "max_completion_length to be an integer of at least 1, got None"),
         ({"steps_per_generation": 0}, "steps_per_generation to be an integer of at least 1, got 0"),
         # divides by this,
         ({"num_generations": 0}, "num_generations to be an integer of at least 1, got 0"),
