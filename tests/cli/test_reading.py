@@ -67,7 +67,7 @@ def test_a_recording_without_groups_names_the_likely_key(tmp_path):
     rows = [{"token_ids": [1, 2], "loss_mask": [0, 1], "task": number % 2} for number in range(3)]
     (path := tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.warns(HartsWarning) as caught:
-        read_groups(path, None, form=None, samples_per="turn", group_key=None)
+        read_groups(path, None, format="auto", samples_per="turn", group_key=None)
     (said,) = (str(one.message) for one in caught)
     assert said.startswith(f"{path}: no row says its group") and "task makes 2 groups (in Python group_key=)" in said
 

@@ -31,9 +31,10 @@ def left_of(count):
 def test_spread_experts_train_as_whole_ones(count, way):
     """Experts get compact rows of a tree from all processes; parameters are those of stock TRL under DDP.
 
-    Activation checkpointing is on, with one plan for all; then off, with a plan of each process's own. The processes
-    open and close graphs at other places, so a dummy is open above a microbatch that its process is done with:
-    gradients have to go back to where rows came from. With four processes, tokens go around in two pairs.
+    Activation checkpointing is on, with a plan of each process's own. These open and close graphs at other places, so a
+    dummy is open above a microbatch that its process is done with: gradients have to go back to where rows came from.
+    Then it is off, with one plan for all, in which few dummies are left. With four processes, tokens go around in two
+    pairs.
     """
     left = left_of(count)
     for rank in left:
@@ -48,7 +49,8 @@ def test_spread_experts_train_as_whole_ones(count, way):
             assert log["entropy"] == pytest.approx(stock_log["entropy"], abs=1e-5)
             assert log["grad_norm"] == pytest.approx(stock_log["grad_norm"], rel=1e-5)
             assert log["tree/sharing_ratio"] > 1.2
-    assert any(op == ("B", DUMMY) for rank in left for op in rank[way]["ops"])
+    kinds = {kind for rank in left for kind, index in rank[way]["ops"] if index == DUMMY}
+    assert "B" in kinds if way == "tree-experts" else kinds, kinds
 
 
 def test_joined_convolutions_are_still_loaded_wrongly_in_parts():

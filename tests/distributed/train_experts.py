@@ -60,8 +60,10 @@ def main() -> None:
         tree = kind.startswith("tree")
         options = {"tree_sharing": "always", "tree_max_tokens_per_microbatch": 64} if tree else {}
         options |= {"gradient_checkpointing": kind == "tree-experts"}
-        if kind == "tree-kept-graphs":
+        if kind == "tree-experts":
             options |= {"tree_placement": "local"}  # ranks tell one another the kinds of their ops
+        if kind == "tree-kept-graphs":
+            options |= {"tree_placement": "global", "tree_max_graph_tokens": 130}  # one rank drops a trunk's graph
         options |= {"max_steps": 2, "per_device_train_batch_size": 2}  # ranks open and close graphs at other places
         trainer = (TreeGRPOTrainer if tree else GRPOTrainer)(
             model,
