@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,11 +181,17 @@ def _check_tokens(tokens: Any, found: NDArray[Any] | None, name: str, vocab_size
         raise ValueError(f"expected {name} to hold at least one token, got none")
     if found is None:  # TRL would pad floats into a tensor of integers, which cuts them
         for position, value in enumerate(tokens):
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
+            if not _is_integer(value):
                 raise ValueError(f"expected integers in {name}, got {shortened(value)} at position {position}")
     low, high = (min(tokens), max(tokens)) if found is None else (found.min(), found.max())
     if low < 0 or (vocab_size is not None and high >= vocab_size):
         raise ValueError(f"expected token ids in [0, {vocab_size}) in {name}, got {low if low < 0 else high}")
+
+
+def _is_integer(value: Any) -> bool:
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()  # tensors have __index__ whatever they hold
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool) and not hasattr(value, "ndim")
 
 
 def _check_values(values: Any, key: str, row: int, length: int) -> None:

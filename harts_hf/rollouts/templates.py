@@ -82,8 +82,42 @@ class ChatTemplate:
 
     def conversation(self, messages: list[Message], tools: Tools, turns: list[int]) -> Sample:
         """The whole conversation; the mask is the template's own of these turns, or None where it has none."""
+        return self.marked_turns(messages, tools, turns)
+
+    def marked_turns(self, messages: list[Message], tools: Tools, turns: list[int]) -> Sample:
+        """The whole conversation; the mask is the template's own, which is of all answers, for some of them.
+
+        It is None where the template has none, or where the answers cannot be told apart in it.
+
+        Args:
+            messages: prepared ones.
+            tools: their descriptions.
+            turns: indices of the answers that were sampled: others are examples, or the history of a request.
+        """
         ids, mask = self.marked(messages, tools)
-        return ids, None if mask is None else of_turns(mask, messages, turns)
+        answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+        if mask is None or answers == turns:
+            return ids, mask
+        kept = np.zeros_like(mask)
+        if not turns:
+            return ids, kept
+        marks = _marks(mask)
+        if len(marks) != len(answers):
+            return ids, None
+        for number, (answer, (start, end)) in enumerate(zip(answers, marks, strict=True)):
+            kept[start:end] = answer in turns
+            # As many marks as answers may be chance: one answer may have none, and another two.
+            is_edge = number > 0 and (answer in turns) != (answers[number - 1] in turns)
+            if is_edge and self._num_marks(messages[:answer], tools) != number:
+                return ids, None
+        return ids, kept
+
+    def _num_marks(self, messages: list[Message], tools: Tools) -> int | None:
+        try:
+            _, mask = self.marked(messages, tools)
+        except Exception:  # templates are programs: they raise what they like
+            return None
+        return None if mask is None else len(_marks(mask))
 
     def turn(self, messages: list[Message], tools: Tools, index: int) -> Sample:
         """The sample of turn ``index``: the messages before it, and what was sampled.
@@ -169,24 +203,9 @@ class ChatTemplate:
         return ""
 
 
-def of_turns(mask: NDArray[np.bool_], messages: list[Message], turns: list[int]) -> NDArray[np.bool_] | None:
-    """A template's mask, which is of all answers, for some of them; None where they cannot be told apart in it.
-
-    Args:
-        mask: ``[L]``.
-        messages: that the template was given.
-        turns: indices of the answers that were sampled: others are examples, or the history of a request.
-    """
-    answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
-    if answers == turns:
-        return mask
-    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
-    if len(edges) != len(answers):
-        return None
-    kept = np.zeros_like(mask)
-    for answer, (start, end) in zip(answers, edges, strict=True):
-        kept[start:end] = answer in turns
-    return kept
+def _marks(mask: NDArray[np.bool_]) -> IntArray:
+    """``[n, 2]`` where each run of marked tokens begins and ends."""
+    return np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
 
 
 def _check_tool_calls(message: Message, number: int) -> None:

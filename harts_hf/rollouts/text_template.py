@@ -38,7 +38,7 @@ class TextTemplate(ChatTemplate):
     def conversation(self, messages: list[Message], tools: Tools, turns: list[int]) -> Sample:
         """The whole conversation; the mask is the template's own or, where it has none, shows where turns stand."""
         if self.marks_generations or not turns:
-            return super().conversation(messages, tools, turns)
+            return self.marked_turns(messages, tools, turns)
         text = self._whole(messages, tools)
         ids = self._encode(text)
         spans = self._spans(text, messages, tools, turns)

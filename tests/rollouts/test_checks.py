@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from harts_hf.rollouts.checks import check_rollouts
 
@@ -59,6 +60,10 @@ def test_good_rows_pass():
         ({"completion_ids": [[4, 5.5, 6], [7]]}, 2, r"integers in completion_ids\[0\], got 5.5 at position 1"),
         ({"prompt_ids": [[1, 2], np.array([3.0])]}, 2, r"integers in prompt_ids\[1\], got .*3.0.* at position 0"),
         ({"prompt_ids": [[True, False], [3]]}, 2, r"integers in prompt_ids\[0\], got True at position 0"),
+        ({"prompt_ids": [[1, 2], torch.tensor([3.5])]}, 2, r"integers in prompt_ids\[1\], got tensor.3.5"),
+        ({"completion_ids": [torch.tensor([True] * 3), [7]]}, 2, r"integers in completion_ids\[0\], got tensor.True"),
+        ({"prompt_ids": [[1, 2], [torch.tensor(3.0)]]}, 2, r"integers in prompt_ids\[1\], got tensor.3"),
+        ({"prompt_ids": [[1, 2], torch.ones(1, 1).long()]}, 2, r"integers in prompt_ids\[1\], got tensor"),
         ({"completion_ids": ["abc", [7]]}, 2, r"integers in completion_ids\[0\], got 'a'"),
         # Of what reward functions get, TRL would hand out the first entries, or miss the last.
         ({"answer": ["a"]}, 2, r"'answer' to have 2 entries, one per row .*, got 1"),

@@ -8,7 +8,7 @@ from typing import Any
 from harts_hf.rollouts.lost import Message
 from harts_hf.rollouts.messages import chat_template
 from harts_hf.rollouts.readers.conversation import Conversation, PlainText, Thread
-from harts_hf.rollouts.templates import ChatTemplate, Sample, Tools, of_turns
+from harts_hf.rollouts.templates import ChatTemplate, Sample, Tools
 
 SAMPLES_PER = ("turn", "conversation")
 LOST_THOUGHTS = "turns whose thoughts the chat template does not write"
@@ -67,8 +67,7 @@ class Sampler:
         assert isinstance(thread, Thread)
         self._count_media(thread)
         messages = self.template.prepared(thread.messages, thread.tools)
-        ids, mask = self.template.marked(messages, thread.tools)
-        return ids, None if mask is None else of_turns(mask, messages, thread.turns)
+        return self.template.marked_turns(messages, thread.tools, thread.turns)
 
     def samples(self, conversation: Conversation) -> list[Sample]:
         """The samples of a conversation, in the order of its turns.

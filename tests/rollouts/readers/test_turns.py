@@ -340,6 +340,28 @@ def test_marks_that_cannot_be_told_apart(tmp_path):
     assert any("have no mask" in note for note in file.notes)
 
 
+TWICE = MARKED.replace(
+    "{%- generation %}",
+    "{%- generation %}{{- m.reasoning_content or '' }}{% endgeneration %}{{- '|' }}{%- generation %}",
+)
+
+
+@pytest.mark.parametrize("own", [says("own"), says("own", reasoning_content="thought")], ids=["one", "two"])
+def test_as_many_marks_as_answers_by_chance(own, tmp_path):
+    """An answer without a mark, and one with two: the marks are not one by one those of the answers."""
+    example = [ASK, says(""), ASK, says("example", reasoning_content="why"), ASK]
+    (tmp_path / "r.jsonl").write_text(json.dumps({"prompt": example, "completion": [own]}) + "\n")
+    rollouts = read_rollout_file(tmp_path / "r.jsonl", byte_tokenizer(TWICE), samples_per="conversation")
+    (rollout,) = rollouts.groups[0].rollouts
+    # Of one mark it is sure that the last is the last answer's.
+    found = None if rollout.loss_mask is None else text_of(rollout.token_ids[rollout.loss_mask])
+    assert found == (None if "reasoning_content" in own else "own<|im_end|>")
+    row = {"prompt": example[:3], "completion": example[3:4]}
+    (tmp_path / "r.jsonl").write_text(json.dumps(row) + "\n")
+    file = read_rollout_file(tmp_path / "r.jsonl", byte_tokenizer(TWICE), samples_per="conversation")
+    assert file.groups[0].rollouts[0].loss_mask is None
+
+
 def test_rows_with_values_per_token_know_weights(tmp_path):
     """Where they have no mask of their own, it is that of the template, less answers of weight 0."""
     messages = [ASK, says("no", weight=0), ASK, says("own")]
