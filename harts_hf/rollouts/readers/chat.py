@@ -31,8 +31,13 @@ def chat_messages(items: Any, what: str = "messages") -> list[Message]:
         raise ValueError(f"expected {what} to be a non-empty list of objects, got {shortened(items)}")
     found: list[Message] = []
     for item in _unfolded(items):
+        weight = item.get("weight")
+        if weight not in (None, 0, 1):
+            raise ValueError(f"message {len(found) + 1}: expected a weight of 0 or 1, got {shortened(weight)}")
         if responses.is_item(item):
             responses.append_item(found, item)
+            if weight == 0 and found and found[-1].get("role") == "assistant":
+                found[-1]["weight"] = 0  # of the whole turn, which may be of several items
         else:
             found.extend(anthropic.without_blocks(_message(item, len(found) + 1)))
     if not found:
@@ -78,8 +83,6 @@ def _unfolded(items: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 
 def _message(item: dict[str, Any], number: int) -> Message:
     message = {key: value for key, value in item.items() if value is not None or key == "content"}
-    if message.get("weight") not in (None, 0, 1):
-        raise ValueError(f"message {number}: expected a weight of 0 or 1, got {shortened(message['weight'])}")
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         message["tool_calls"] = [_call(call, number, index) for index, call in enumerate(calls, 1)]

@@ -122,3 +122,16 @@ def test_weights_are_0_or_1(weight):
     """As in OpenAI's files: anything between would need a loss that knows it."""
     with pytest.raises(ValueError, match=r"message 1: expected a weight of 0 or 1, got "):
         chat_messages([{"role": "assistant", "content": "so", "weight": weight}])
+    with pytest.raises(ValueError, match=r"message 1: expected a weight of 0 or 1, got "):
+        chat_messages([{"type": "message", "role": "assistant", "content": "so", "weight": weight}])
+
+
+def test_items_keep_the_weight_of_their_turn():
+    """A turn of several items is context where one of them has weight 0."""
+    answer = {"type": "message", "role": "assistant", "content": "so"}
+    call = {"type": "function_call", "name": "f", "arguments": "{}", "weight": 0}
+    ask = {"type": "message", "role": "user", "content": "go", "weight": 0}
+    (_, first, _, second) = chat_messages([ask, {**answer, "weight": 0}, ask, answer])
+    assert first["weight"] == 0 and "weight" not in second
+    (turn,) = chat_messages([answer, call])
+    assert turn["weight"] == 0
