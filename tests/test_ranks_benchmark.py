@@ -307,6 +307,22 @@ def test_predictions_of_the_page_are_the_record_s():
     assert ("have not been tried" in page) == (max((row["processes"] for row in measured), default=2) <= 2)
 
 
+def test_two_gpus_of_the_page_are_the_record_s():
+    """How far gradient norms are from one GPU's, and what a step of groups 0 to 3 has outside forwards and backwards."""
+    rows = json.loads(ranks.RECORD.read_text())["rows"]
+    one = {(row["workload"], row["execution"]): row for row in rows if row["processes"] == 1}
+    two = [row for row in rows if row["processes"] == 2 and row["variant"] == "plain"]
+    norms = [(row["grad_norm"], one[row["workload"], row["execution"]]["grad_norm"]) for row in two]
+    furthest = max(abs(a / b - 1) for pair in norms for a, b in zip(*pair, strict=True))
+    apart = max(max(row["grad_norm"]) / min(row["grad_norm"]) - 1 for row in one.values())
+    outside = [row["seconds"] - row["forward_backward_seconds"] for row in two if row["trajectories"] == 158]
+    page = " ".join((Path(__file__).parents[1] / "docs" / "gpu.md").read_text().split())
+    assert f"within {furthest:.2%} in every step (steps of one process differ by up to {apart:.1%})" in page.replace(
+        " %", "%"
+    )
+    assert f"has {min(outside):.1f} to {max(outside):.1f} s outside forwards and backwards on two GPUs" in page
+
+
 def test_what_the_model_says(tmp_path, capsys):
     """Every row says that it is an estimate; the bars are judged; the page has the table of the record."""
     ranks.main(["model", "--dry-run", "--shapes", str(SHAPES), "--out", str(tmp_path / "model.json")])
