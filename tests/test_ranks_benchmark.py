@@ -308,7 +308,7 @@ def test_predictions_of_the_page_are_the_record_s():
 
 
 def test_two_gpus_of_the_page_are_the_record_s():
-    """How far gradient norms are from one GPU's, and what a step of groups 0 to 3 has outside forwards and backwards."""
+    """How far gradient norms are from one GPU's, and what a step has outside forwards and backwards."""
     rows = json.loads(ranks.RECORD.read_text())["rows"]
     one = {(row["workload"], row["execution"]): row for row in rows if row["processes"] == 1}
     two = [row for row in rows if row["processes"] == 2 and row["variant"] == "plain"]
