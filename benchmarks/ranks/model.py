@@ -172,8 +172,9 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many rows meet each bar."""
-    lines = [f"{SAID}: {len(rows)} plans"]
+    """How many rows of several ranks meet each bar: one rank alone meets what is judged here by definition."""
+    rows = [row for row in rows if row["ranks"] > 1]
+    lines = [f"{SAID}: {len(rows)} plans on several ranks"]
     for name in ("scaling", "lost", "planner_share"):
         judged = [row["bars"][name] for row in rows if name in row["bars"]]
         lines.append(f"  {name} (bar {BARS[name]}): {sum(judged)} of {len(judged)} meet it")

@@ -31,10 +31,10 @@ def left_of(count):
 def test_spread_experts_train_as_whole_ones(count, way):
     """Experts get compact rows of a tree from all processes; parameters are those of stock TRL under DDP.
 
-    Activation checkpointing is on, with a plan of each process's own. These open and close graphs at other places, so a
-    dummy is open above a microbatch that its process is done with: gradients have to go back to where rows came from.
-    Then it is off, with one plan for all, in which few dummies are left. With four processes, tokens go around in two
-    pairs.
+    Activation checkpointing is on, with a plan of each process's own. These open and close graphs at other places, so
+    a dummy is open above a microbatch that its process is done with: gradients have to go back to where rows came
+    from. Then it is off, with one plan for all, in which few dummies are left. With four processes, tokens go around
+    in two pairs.
     """
     left = left_of(count)
     for rank in left:
