@@ -35,13 +35,12 @@ docs-pages: $(STAMP)
 
 # Three for two cores where tests of several processes wait for one another; each takes ten seconds to import.
 WORKERS := -n 3 --dist worksteal
-FAST_WORKERS := -n 2 --dist worksteal
 
 test: lint docs
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS)
 
 test-fast: $(STAMP)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(FAST_WORKERS) -m "not slow and not exhaustive and not distributed and not gpu"
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) -m "not slow and not exhaustive and not distributed and not gpu"
 
 format: $(STAMP)
 	$(VENV)/bin/ruff format .

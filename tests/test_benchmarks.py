@@ -161,6 +161,7 @@ def runs(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.exhaustive
 def test_jobs_end_in_time_and_go_on(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that hangs is killed with what it has begun, one that this commit has done is not run again, one too late
     is not begun."""

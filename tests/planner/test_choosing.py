@@ -50,7 +50,7 @@ def test_a_step_is_what_planning_all_executions_gives(monkeypatch):
     spared, winners = 0, set()
     # Seeds at which a plan is spared, at which both are made, and at which replay wins.
     for seed, num_nodes, max_length, rows, ranks in (
-        *((seed, 12, 8000, 16384, 2) for seed in range(6)),
+        *((seed, 12, 8000, 16384, 2) for seed in (0, 1, 2)),
         (4, 20, 9000, 4096, 3),
     ):
         tree = random_shape(seed, num_nodes, max_length)
@@ -63,7 +63,7 @@ def test_a_step_is_what_planning_all_executions_gives(monkeypatch):
         assert found.digest() == min(whole, key=lambda one: one.estimated_seconds).digest()
         spared += len(made) == 1
         winners.add(found.execution)
-    assert 0 < spared < 6 and winners == {"nested", "replay"}, (spared, winners)
+    assert 0 < spared < 3 and winners == {"nested", "replay"}, (spared, winners)
 
 
 def test_the_last_of_equal_plans():

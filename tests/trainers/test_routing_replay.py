@@ -156,6 +156,7 @@ def test_routes_of_episodes(tmp_path):
     assert 0 < logs[0]["tree/engine_routes_missing"] < 0.01
 
 
+@pytest.mark.essential("dealt-engine")
 @pytest.mark.parametrize("mode", ["scoring", "engine"])
 @pytest.mark.parametrize(("minibatches", "epochs"), [(2, 2), (1, 1)], ids=["dealt", "at-once"])
 def test_minibatches_of_ppo(tmp_path, mode, minibatches, epochs):

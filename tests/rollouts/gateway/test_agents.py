@@ -222,6 +222,7 @@ open({path!r}, 'w').write(f'{{os.getpid()}} {{child}}')
 """
 
 
+@pytest.mark.essential("leaves-a-grandchild")
 @pytest.mark.parametrize("then", ["time.sleep(600)", "sys.exit(0)"], ids=["hangs", "leaves-a-grandchild"])
 def test_a_stubborn_command_is_killed_with_its_group(tmp_path, then):
     """It ignores SIGTERM, and so does its child: both are gone when the episode is over."""

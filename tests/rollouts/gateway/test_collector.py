@@ -296,7 +296,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.essential("raises", "hangs")
+@pytest.mark.essential("raises")
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_failure_costs_its_episode(trainer, collect, caplog, how):
     """No reward, no samples, counted and logged without keys; the others are as they would be."""
