@@ -95,7 +95,7 @@ def block_ops(microbatches: Sequence[Microbatch], most: int, limit: int, seconds
             rows += one.num_rows
             if rows > limit and start < stop - 1:
                 break
-            if last_reader.get(one.id, -1) > after:
+            if one.id in again or last_reader.get(one.id, -1) > after:
                 again |= {one.id, *one.trunks}  # what it reads itself has to be there, too
             own = {index for index in again if index >= one.id}
             cost = best[start][0] + sum(seconds[index] for index in own)

@@ -43,9 +43,12 @@ def place_runs(leaves: LeafTable, world_size: int, *, max_rows: int, slot_second
         slot_seconds: what a microbatch costs without its rows, on all ranks.
     """
     whole, longest = leaves.before[:2, -1], leaves.paths[:2, int(leaves.paths[:2].sum(axis=0).argmax())]
+    if whole.sum() == 0:  # by a cost model in which rows take no time
+        return [np.arange(leaves.num_leaves) * world_size // leaves.num_leaves]
     shares = [whole / whole.sum()]
     if longest.sum() * world_size > 0.8 * whole.sum():
         shares += [longest / longest.sum(), (longest / longest.sum() + shares[0]) / 2]
+    shares = [np.where(share > 0, share, np.inf) for share in shares]  # what takes no time has room everywhere
     found: list[tuple[float, int, Packing]] = []
     common = float(leaves.common[2])
 

@@ -1,6 +1,7 @@
 """The cost model: JSON, fitting, and what is decided by it."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,18 @@ def test_seconds_are_linear_in_work():
     assert cost.seconds("S", work) == cost.seconds("F", work) == by_hand
     step = cost.step(forwards=2).seconds(work)
     assert step == pytest.approx(2 * by_hand + cost.seconds("B", work), rel=1e-12)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("free", [("forward",), ("backward",), ("forward", "backward")])
+def test_rows_that_take_no_time_in_a_direction(free):
+    """A fit may find a coefficient of 0: several ranks are planned all the same, without a division by 0."""
+    nothing = replace(CostModel().forward, rows=0, linear_rows=0, pairs=0)
+    cost = CostModel(**dict.fromkeys(free, nothing))
+    for execution in ("nested", "replay", "keep"):
+        tree = RolloutTree.from_shape([-1, 0, 0, -1, 3], [30, 9, 5, 8, 9], [1, 2, 4])
+        limits = {"max_tokens_per_microbatch": 16, "chunk_size": 4, "world_size": 2}
+        plan_window(tree, PlannerConfig(**limits, execution=execution, cost=cost)).validate()
 
 
 def test_json_round_trip(tmp_path):
