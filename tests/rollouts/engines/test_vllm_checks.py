@@ -110,6 +110,7 @@ def test_raw_logprobs(server):
         start(server)
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_is_not_there_yet(model):
     """It is waited for, so long as is said."""
     server = FakeVLLM(model)
@@ -142,6 +143,7 @@ def test_settings_that_would_be_ignored(model, server, arguments, said):
     assert not server.bodies
 
 
+@pytest.mark.exhaustive
 def test_from_trainer(model, server):
     """Its address, limits and settings; probed once a step, before the first turn, at its temperature without cuts."""
     trainer = Trainer(model, server)

@@ -401,6 +401,7 @@ def test_of_several_processes_one_may_have_bad_luck(trainer, collect):
         collector(["hello"] * 2, trainer)
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_fails_ends_the_run(trainer, collect):
     """With the engine's own error, and without waiting for agents."""
 
