@@ -34,8 +34,7 @@ def least_seconds(tree: RolloutTree, config: PlannerConfig) -> float:
         config: of plans, with an execution other than "auto". Limits are not looked at, so they may be raised.
     """
     step = (config.cost or DEFAULT_COST).step(forwards=2 if config.execution == "replay" else 1)
-    pairs = float((tree.depth + 1).sum())
-    return float((step.rows + step.linear_rows) * tree.num_tokens + step.pairs * pairs) / config.world_size
+    return step.seconds_of_rows(tree.num_tokens, float((tree.depth + 1).sum())) / config.world_size
 
 
 def fastest(

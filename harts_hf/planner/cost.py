@@ -63,6 +63,10 @@ class UnitSeconds:
         """Time of one pass over ``work``."""
         return float(sum(getattr(self, name) * getattr(work, name) for name in FEATURES))
 
+    def seconds_of_rows(self, rows: int, pairs: float) -> float:
+        """Time of ``rows`` that pass through all layers once and see ``pairs`` keys, without calls or handoffs."""
+        return (self.rows + self.linear_rows) * rows + self.pairs * pairs
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:

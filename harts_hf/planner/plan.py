@@ -117,5 +117,5 @@ def no_sharing_bound(tree: RolloutTree, config: PlannerConfig, execution: Execut
     rows = int(lengths.sum())
     pairs = int(causal_pairs(lengths).sum())
     microbatches = -(-rows // config.max_tokens_per_microbatch) if config.handoff else 1
-    total = (step.rows + step.linear_rows) * rows + step.pairs * pairs
-    return (total + (step.microbatches + step.calls) * microbatches) / config.world_size
+    constants = (step.microbatches + step.calls) * microbatches
+    return (step.seconds_of_rows(rows, pairs) + constants) / config.world_size
