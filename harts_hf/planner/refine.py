@@ -36,7 +36,8 @@ def best_schedule(tree: RolloutTree, config: PlannerConfig) -> Schedule:
     if whole is not None:
         return whole
     walk = Walk.of_tree(tree).reordered(deepest="last")
-    owners = _placements(task, walk)
+    leaves = _leaf_table(task, walk) if config.world_size > 1 else None
+    owners = [] if leaves is None else _placements(task, walk, leaves)
     trials = list(_trials(task, walk, owners))
     found: list[Schedule] = []
     failures: list[LimitError] = []
@@ -49,8 +50,8 @@ def best_schedule(tree: RolloutTree, config: PlannerConfig) -> Schedule:
             continue
         if len(found[0].microbatches) > MANY_PIECES:
             break
-    if task.execution == "nested" and config.world_size > 1 and config.sharing != "always" and config.handoff:
-        for walks, cuts in block_trials(task, walk, _leaf_table(task, walk)):
+    if leaves is not None and task.execution == "nested" and config.sharing != "always" and config.handoff:
+        for walks, cuts in block_trials(task, walk, leaves):
             try:
                 found.append(build_schedule(task, walks, cuts))
             except LimitError as error:
@@ -79,12 +80,9 @@ def _best_first(config: PlannerConfig, costs: Sequence[tuple[float, int]]) -> li
 Trial = tuple[float, list[Walk], Cuts]
 
 
-def _placements(task: Task, walk: Walk) -> list[IntArray]:
-    """Owners of the leaves, the most promising first; none on one rank."""
+def _placements(task: Task, walk: Walk, leaves: LeafTable) -> list[IntArray]:
+    """Owners of the leaves on several ranks, the most promising first."""
     config = task.config
-    if config.world_size == 1:
-        return []
-    leaves = _leaf_table(task, walk)
     if config.sharing == "always":
         return [place_roots(leaves, config.world_size)]
     slot_seconds = task.seconds_per.microbatches + task.seconds_per.calls
